@@ -1,0 +1,1 @@
+"""treewise decodes trees."""
