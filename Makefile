@@ -1,0 +1,45 @@
+# `make demo` and `make test` need Python 3.11 or later with pip and nothing else:
+# each first builds the virtual environment where it is missing or out of date. Both may be run again.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test lint format clean
+
+help: ## Show what there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## Solve a real prompt with three strategies on the CPU and draw the trees
+	$(BIN)/python examples/demo.py
+
+test: lint ## Lint, types, import contract, tests
+	@echo '== tests'
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## Lint, types, import contract
+	@echo '== style'
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@echo '== types'
+	$(BIN)/mypy
+	@echo '== import contract'
+	$(BIN)/lint-imports
+
+format: $(INSTALLED) ## Put the code in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the virtual environment and the tools' caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "treewise needs Python 3.11 or later: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
