@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of a layer, whatever scaling rule it was made by.
+
+    Attributes
+    ----------
+    inverse_frequencies : tuple of float
+        Radians a position, one for each pair of dimensions (``head_dim // 2`` of them).
+    scale : float
+        Factor of the cosines and sines (1 except for YaRN).
+    """
+
+    inverse_frequencies: tuple[float, ...]
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -17,10 +35,26 @@ class ModelConfig:
     layer_windows : tuple of (int or None)
         Sliding window of each layer in tokens; ``None`` where a layer sees everything.
         A query at position ``p`` sees keys at positions ``> p - window``.
+    layer_ropes : tuple of RopeConfig
+        Rotary position embedding of each layer.
     attention_scale : float
         Factor of the attention scores (``head_dim ** -0.5`` unless the model says otherwise).
     max_positions : int
         The longest context in tokens that the model was made for.
+    activation : str
+        Of the gated MLP: ``"silu"`` or ``"gelu_pytorch_tanh"``.
+    embedding_scale : float
+        Factor of the token embeddings.
+    qkv_bias, output_bias, mlp_bias : bool
+        Whether the attention's input projections, its output projection and the MLP have biases.
+    query_key_norm : bool
+        Whether each head's query and key are normalised before the rotary embedding.
+    norm_offset : bool
+        Norms multiply by ``1 + weight`` in float32 instead of by ``weight`` in the model's type.
+    sandwich_norms : bool
+        Whether the outputs of attention and MLP are normalised too, before they join the residual.
+    raw : dict
+        The Transformers configuration that this was read from.
     """
 
     architecture: str
@@ -33,15 +67,123 @@ class ModelConfig:
     head_dim: int
     max_positions: int
     layer_windows: tuple[int | None, ...]
+    layer_ropes: tuple[RopeConfig, ...]
     attention_scale: float
     norm_eps: float
     tie_embeddings: bool
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: bool = False
+    norm_offset: bool = False
+    sandwich_norms: bool = False
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+GREEDY_TEMPERATURE = 1e-3
+"""At or below this temperature sampling is greedy: the two differ only where logits all but tie."""
+
+MAX_SEQUENCES = 4096
+"""The most sequences (``n``) or beams (``beam_width``) one request may ask for."""
+
+
+def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    """Refuse what is not a finite real number in ``[low, high]`` (``(low, high]`` with `open_low`)."""
+    accepted = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be {accepted}, not {value!r} of type {type(value).__name__}")
+    # NOTE: NaN fails every comparison, so the test asks for what is accepted, not for what is wrong.
+    if not (low < float(value) <= high if open_low else low <= float(value) <= high):
+        raise ValueError(f"{name} must be {accepted}, not {value!r}")
+
+
+def _check_integer(name: str, value: object, low: int | None = None, high: int | None = None, also: str = "") -> None:
+    """Refuse what is not an integer in ``[low, high]``; `also` names further accepted values in the message."""
+    if low is None:
+        accepted = "an integer"
+    else:
+        accepted = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+    accepted += also
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be {accepted}, not {value!r} of type {type(value).__name__}")
+    if (low is not None and int(value) < low) or (high is not None and int(value) > high):
+        raise ValueError(f"{name} must be {accepted}, not {value!r}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {value!r} of type {type(value).__name__}")
+
+
+def _items(name: str, value: object, what: str) -> tuple[Any, ...]:
+    """`value` as a tuple: ``None`` is empty, and whatever cannot be listed is refused."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be {what}, not {value!r} of type {type(value).__name__}")
+    return tuple(value)
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    what = "a string or a list of non-empty strings"
+    strings = (value,) if isinstance(value, str) else _items("stop", value, what)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop must be {what}; it holds {string!r}")
+    return strings
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next tokens of a branch are chosen and when it ends; names and meanings follow vLLM."""
+    """How the next tokens of a branch are chosen and when it ends; names and meanings follow vLLM.
+
+    Every field is checked when the object is made.
+
+    Attributes
+    ----------
+    n : int
+        Branches that continue each prompt, from 1 to `MAX_SEQUENCES`.
+    temperature : float
+        Divides the logits, in [0, 1000]. At or below `GREEDY_TEMPERATURE` the most likely token is taken and
+        `top_k`, `top_p`, `min_p` and `seed` have no effect.
+    top_k : int
+        Keeps the `top_k` most likely tokens; 0 or -1 keeps all.
+    top_p : float
+        Keeps the most likely tokens that together reach this probability, in (0, 1].
+    min_p : float
+        Keeps tokens at least `min_p` times as likely as the most likely one, in [0, 1].
+    presence_penalty, frequency_penalty : float
+        Taken off the logit of a token in the output so far, once or once an occurrence; in [-2, 2].
+    repetition_penalty : float
+        Divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the output so far;
+        in [0.01, 100].
+    seed : int or None
+        Root of the random streams; seeds that agree modulo 2**64 are the same. ``None``: the engine draws one.
+    max_tokens : int or None
+        The most tokens that are decoded; 0 only scores the prompt. ``None``: until end of text or of the context.
+    min_tokens : int
+        Tokens to decode before end of text, `stop_token_ids` or `stop` may end the branch.
+    stop : str or sequence of str
+        Strings that end the branch, kept as a tuple. A string in the prompt does not count.
+    stop_token_ids : sequence of int
+        Token ids that end the branch besides the model's own end-of-text ids, kept as a tuple.
+    ignore_eos : bool
+        Decode past the model's end-of-text ids.
+    include_stop_str_in_output : bool
+        Leave the stop string that ended the branch at the end of its text.
+    logprobs, prompt_logprobs : int or None
+        How many of the most likely tokens to report with each output or prompt token, at least 0: the log-prob of
+        the token itself is always reported. ``None``: none.
+    logit_bias : mapping of int to float
+        Added to the logits of these token ids, each in [-100, 100].
+
+    Raises
+    ------
+    ValueError
+        A value is out of range or of a wrong type; the message names the field and what it accepts.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -54,10 +196,120 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_integer("n", self.n, 1, MAX_SEQUENCES)
+        _check_number("temperature", self.temperature, 0, 1000)
+        _check_integer("top_k", self.top_k, -1, also=" (0 or -1: off)")
+        _check_number("top_p", self.top_p, 0, 1, open_low=True)
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, also=" or None")
+        for name in ("max_tokens", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 0, also=" or None")
+        _check_integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}")
+        _check_flag("ignore_eos", self.ignore_eos)
+        _check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        stop_token_ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        for token in stop_token_ids:
+            _check_integer("stop_token_ids", token, 0)
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r} of type {type(bias).__name__}")
+        for token, value in bias.items():
+            _check_integer("logit_bias: a token id", token, 0)
+            _check_number(f"logit_bias[{token}]", value, -100, 100)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        object.__setattr__(self, "logit_bias", dict(bias))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken without drawing."""
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    def end_token_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """All token ids that end a branch, given the model's own end-of-text ids."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos_token_ids)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids and counts that a vocabulary of `vocab_size` tokens does not have.
+
+        Raises
+        ------
+        ValueError
+            `stop_token_ids`, `logit_bias`, `logprobs` or `prompt_logprobs` asks for more than there is.
+        """
+        for token in self.stop_token_ids:
+            _check_integer("stop_token_ids", token, 0, vocab_size - 1)
+        for token in self.logit_bias:
+            _check_integer("logit_bias: a token id", token, 0, vocab_size - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 0, vocab_size, also=" or None")
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Beam search as Transformers does it; names follow vLLM and Transformers.
+
+    Attributes
+    ----------
+    beam_width : int
+        Beams kept alive, and hypotheses returned, from 1 to `MAX_SEQUENCES`.
+    max_tokens : int or None
+        The most tokens of a hypothesis. ``None``: until end of text or of the context.
+    length_penalty : float
+        A hypothesis scores its log-prob divided by its token count to this power; above 0 favours long ones.
+        In [-100, 100].
+    early_stopping : bool or "never"
+        ``True`` stops once `beam_width` hypotheses are finished; ``False`` when the best live beam, were it to end
+        now, would not score better than the worst of them; ``"never"`` when it cannot at any length.
+    stop, stop_token_ids, ignore_eos, include_stop_str_in_output, min_tokens
+        When a hypothesis is finished, as in `SamplingParams`.
+
+    Raises
+    ------
+    ValueError
+        A value is out of range or of a wrong type; the message names the field and what it accepts.
+    """
+
+    beam_width: int
+    max_tokens: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_integer("beam_width", self.beam_width, 1, MAX_SEQUENCES)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1, also=" or None")
+        _check_number("length_penalty", self.length_penalty, -100, 100)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f"early_stopping must be True, False or 'never', not {self.early_stopping!r}")
+        stopping = self.stopping
+        object.__setattr__(self, "stop", stopping.stop)
+        object.__setattr__(self, "stop_token_ids", stopping.stop_token_ids)
+
+    @property
+    def stopping(self) -> SamplingParams:
+        """What ends a hypothesis, in the form that every controller states it."""
+        names = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output")
+        return SamplingParams(temperature=0.0, **{name: getattr(self, name) for name in names})

@@ -1,0 +1,251 @@
+"""Penalties, temperature, top-k/p/min-p, log-probs: logits to tokens, each row as if it were alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from treewise.config import SamplingParams
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN64 = 0x9E3779B97F4A7C15
+
+
+class SamplingRow(NamedTuple):
+    """One row of logits: how to sample from it, and from which random stream.
+
+    Attributes
+    ----------
+    params : SamplingParams
+        Decides everything but the fields below.
+    key : int
+        64-bit key of the branch's random stream, see `row_key`.
+    position : int
+        Logical position of the token to sample: with `key` it selects the random numbers.
+    num_tokens : int
+        Tokens decoded so far, for ``min_tokens``.
+    prompt_tokens, output_tokens : sequence of int
+        What the penalties look at.
+    """
+
+    params: SamplingParams
+    key: int
+    position: int
+    num_tokens: int = 0
+    prompt_tokens: Sequence[int] = ()
+    output_tokens: Sequence[int] = ()
+
+
+def _mix64(x: int) -> int:
+    """Finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    x &= _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def row_key(seed: int, path: Iterable[int]) -> int:
+    """Key of the random stream of a branch.
+
+    Parameters
+    ----------
+    seed : int
+        Seeds that agree modulo 2**64 are the same.
+    path : iterable of int
+        The branch's place in its tree: child ordinals from the root.
+
+    Returns
+    -------
+    int
+        64 bits; a branch, its children and its siblings all have different ones.
+
+    Examples
+    --------
+    >>> row_key(42, (0, 1)) == row_key(42, [0, 1])
+    True
+    >>> len({row_key(seed, path) for seed in (0, 1) for path in [(), (0,), (1,), (0, 0), (0, 1)]})
+    10
+    """
+    key = _mix64(seed + _GOLDEN64)
+    for ordinal in path:
+        key = _mix64(key * 3 + _mix64(ordinal + _GOLDEN64))
+    return key
+
+
+def _scramble32(x: Tensor) -> Tensor:
+    """Mix the bits of int32 `x` in place: a bijection, "lowbias32" of Chris Wellons' hash prospector."""
+    shifted = torch.empty_like(x)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        shifted &= (1 << (32 - shift)) - 1  # int32 shifts in copies of the sign
+        x ^= shifted
+        if factor != 1:
+            x *= factor
+    return x
+
+
+@lru_cache(maxsize=8)
+def _token_words(vocab_size: int, device: torch.device) -> Tensor:
+    return _scramble32(torch.arange(vocab_size, dtype=torch.int32, device=device))  # [vocab]
+
+
+def _gumbel(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor:
+    """Gumbel noise [rows, vocab] that depends on (key, position, token id) and nothing else.
+
+    NOTE: two rows with one (key, position) get the same noise: a key must belong to one branch.
+    """
+    words = [_mix64(row.key + _mix64(row.position + _GOLDEN64)) for row in rows]
+    signed = torch.tensor([[word - (1 << 64) if word >> 63 else word] for word in words], device=device)
+    halves = signed.view(torch.int32)  # [rows, 2]
+    bits = _token_words(vocab_size, device) * (halves[:, :1] | 1)
+    bits += halves[:, 1:]
+    uniform = (_scramble32(bits) & 0x7FFFFFFF).to(torch.float32)
+    # An exponential variate from the fine end of the floats near 0, where winning tokens lie. The clamp keeps it
+    # finite, so that a token of probability 1 always wins.
+    exponential = uniform.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
+    return exponential.log_().neg_()
+
+
+def log_probs(logits: Tensor) -> Tensor:
+    """Natural log-probabilities [rows, vocab] in float32 of raw `logits` [rows, vocab]."""
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def top_log_probs(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` highest log-probs a row, best first, and their token ids: both [rows, count]."""
+    values, tokens = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    return values, tokens
+
+
+def invalid_rows(logits: Tensor) -> Tensor:
+    """Tell the rows [rows] (bool) that nothing can be sampled from: a NaN, a +inf, or no finite logit at all."""
+    return ~logits.amax(dim=-1).isfinite()
+
+
+def _edit_logits(logits: Tensor, row: SamplingRow, eos_token_ids: Collection[int]) -> None:
+    """Apply bias, ``min_tokens`` and penalties of one row to its `logits` [vocab], in place."""
+    params, device = row.params, logits.device
+    if params.logit_bias:
+        tokens = torch.tensor(list(params.logit_bias), device=device)
+        logits[tokens] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
+    if row.num_tokens < params.min_tokens:
+        logits[torch.tensor(sorted(params.end_token_ids(eos_token_ids)), dtype=torch.int64, device=device)] = -math.inf
+    if params.repetition_penalty != 1.0:
+        tokens = torch.tensor(sorted({*row.prompt_tokens, *row.output_tokens}), dtype=torch.int64, device=device)
+        seen = logits[tokens]
+        logits[tokens] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        counts = Counter(row.output_tokens)
+        tokens = torch.tensor(list(counts), dtype=torch.int64, device=device)
+        penalties = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
+        logits[tokens] -= torch.tensor(penalties, dtype=logits.dtype, device=device)
+
+
+def _is_edited(row: SamplingRow) -> bool:
+    params = row.params
+    return bool(
+        params.logit_bias
+        or row.num_tokens < params.min_tokens
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]  # [rows, 1]
+
+
+# The three cuts below return the lowest logit [rows, 1] that each row keeps, given its setting [rows, 1]. Equal logits
+# are kept or cut together, so what a row keeps depends neither on the order of a sort nor on the rest of the batch.
+
+
+def _min_p_floor(logits: Tensor, min_p: Tensor) -> Tensor:
+    return logits.amax(dim=-1, keepdim=True) + min_p.log()
+
+
+def _top_k_floor(logits: Tensor, top_k: Tensor) -> Tensor:
+    best = logits.topk(int(top_k.max()), dim=-1).values
+    return best.gather(1, top_k.long() - 1)
+
+
+def _top_p_floor(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Look at more and more of the most likely tokens until each row's reach its `top_p`: full sorts are rare."""
+    vocab_size = logits.shape[-1]
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    floor = torch.full_like(total, -math.inf)  # stays where rounding keeps even the whole sum below top_p
+    open_rows = torch.arange(logits.shape[0], device=logits.device)
+    count = 16
+    while open_rows.numel() and count < vocab_size:
+        count = min(8 * count, vocab_size)
+        best = logits[open_rows].topk(count, dim=-1).values
+        reached = (best - total[open_rows]).exp_().cumsum(dim=-1)
+        num_short = (reached < top_p[open_rows]).sum(dim=-1)
+        done = num_short < count
+        floor[open_rows[done]] = best[done].gather(1, num_short[done, None])
+        open_rows = open_rows[~done]
+    return floor
+
+
+def _cut(logits: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Apply min-p, then top-k, then top-p (over what the two left) to the rows that ask for them, in place."""
+    cuts: list[tuple[Callable[[Tensor, Tensor], Tensor], dict[int, float]]] = [
+        (_min_p_floor, {i: p.min_p for i, p in enumerate(params) if p.min_p > 0}),
+        (_top_k_floor, {i: p.top_k for i, p in enumerate(params) if 0 < p.top_k < logits.shape[-1]}),
+        (_top_p_floor, {i: p.top_p for i, p in enumerate(params) if p.top_p < 1}),
+    ]
+    for find_floor, settings in cuts:
+        if settings:
+            index = torch.tensor(list(settings), device=logits.device)
+            rows = logits[index]
+            floor = find_floor(rows, _column(list(settings.values()), logits))
+            logits[index] = rows.masked_fill_(rows < floor, -math.inf)
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Tensor:
+    """Choose the next token of each row.
+
+    The order is vLLM's: logit bias, ``min_tokens``, penalties, temperature, min-p, top-k, top-p. Random rows take the
+    arg-max of their logits plus Gumbel noise, which draws from their softmax; the noise of a token depends on the row's
+    key and position and on the token's id alone, so neither batch, nor slot, nor device changes what a row draws.
+
+    Parameters
+    ----------
+    logits : Tensor [rows, vocab] float32
+        Raw logits, left as they are. ``-inf`` bans a token; rows named by `invalid_rows` get a meaningless token.
+    rows : sequence of SamplingRow
+        One for each row of `logits`.
+    eos_token_ids : collection of int
+        The model's end-of-text ids, banned before ``min_tokens`` unless ``ignore_eos``.
+
+    Returns
+    -------
+    Tensor [rows] int64
+        Token ids. Greedy rows take the lowest of equally likely ids.
+    """
+    edited = [i for i, row in enumerate(rows) if _is_edited(row)]
+    if edited:
+        logits = logits.clone()
+        for i in edited:
+            _edit_logits(logits[i], rows[i], eos_token_ids)
+    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if not drawn:
+        return logits.argmax(dim=-1)
+    index = torch.tensor(drawn, device=logits.device)
+    drawn_rows = [rows[i] for i in drawn]
+    scores = logits if len(drawn) == len(rows) else logits[index]
+    # The maximum is taken off first: a small temperature then overflows to -inf only, never to inf - inf.
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    scores /= _column([row.params.temperature for row in drawn_rows], scores)
+    _cut(scores, [row.params for row in drawn_rows])
+    scores += _gumbel(drawn_rows, logits.shape[-1], logits.device)
+    tokens = scores.argmax(dim=-1)
+    if len(drawn) == len(rows):
+        return tokens
+    return logits.argmax(dim=-1).index_copy_(0, index, tokens)

@@ -1,0 +1,168 @@
+"""Tokens to text as they come: incremental UTF-8, and stop strings of which nothing leaks."""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol, Self
+
+
+class TokenBytes(Protocol):
+    """What a `Detokenizer` needs of a tokenizer."""
+
+    def token_bytes(self, token: int, /) -> bytes:
+        """Return the exact UTF-8 bytes that `token` stands for, ``b""`` for special tokens."""
+
+
+class _StopStrings:
+    """Stop strings in sorted order: all that start with some text lie side by side, where a bisection finds them."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self.rank = {string: i for i, string in reversed(list(enumerate(strings)))}  # a repeated one counts once
+        self.ordered = sorted(self.rank)
+
+    def match(self, text: str) -> tuple[int | None, bool]:
+        """Return `text`'s place in the user's list if it is a stop string, and whether it is the start of a longer one.
+
+        NOTE: `text` must not be empty.
+        """
+        rank = self.rank.get(text)
+        place = bisect_left(self.ordered, text) + (rank is not None)  # behind `text` itself
+        return rank, place < len(self.ordered) and self.ordered[place].startswith(text)
+
+
+# Forks and requests with one list share one index of it.
+_stop_strings = lru_cache(maxsize=64)(_StopStrings)
+
+
+class Detokenizer:
+    """Text of one branch, grown token by token.
+
+    Parameters
+    ----------
+    tokenizer : TokenBytes
+        Gives each token's bytes.
+    stop : sequence of str
+        Strings that end the text, none of them empty. Of several, the one that is complete first wins; of those
+        complete with the same character, the first of the list.
+    include_stop : bool
+        Leave the stop string at the end of the text.
+    min_tokens : int
+        Stop strings complete by this many tokens do not count.
+
+    Attributes
+    ----------
+    text : str
+        All text so far; once stopped, up to the stop string (or with it).
+    stopped : str or None
+        The stop string that ended the text.
+    num_tokens : int
+        Tokens taken so far, the one that completed the stop string included; later ones are not taken.
+
+    Examples
+    --------
+    >>> class Letters:
+    ...     def token_bytes(self, token):
+    ...         return bytes([token])
+    >>> detokenizer = Detokenizer(Letters(), stop=["cd"])
+    >>> deltas = []
+    >>> for token in b"abcecdx":
+    ...     detokenizer.push(token)
+    ...     deltas.append(detokenizer.delta())
+    >>> deltas
+    ['a', 'b', '', 'ce', '', '', '']
+    >>> detokenizer.text, detokenizer.stopped, detokenizer.num_tokens
+    ('abce', 'cd', 6)
+    """
+
+    __slots__ = (
+        "_emitted",
+        "_include_stop",
+        "_min_tokens",
+        "_open_starts",
+        "_pending",
+        "_stops",
+        "_tokenizer",
+        "num_tokens",
+        "stopped",
+        "text",
+    )
+
+    def __init__(
+        self, tokenizer: TokenBytes, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stops = _stop_strings(tuple(stop))
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._pending = b""  # the bytes of a character that is not complete
+        self._open_starts: list[int] = []  # where in the text a stop string may have begun, ascending
+        self._emitted = 0
+        self.text = ""
+        self.stopped: str | None = None
+        self.num_tokens = 0
+
+    def push(self, token: int) -> None:
+        """Take the next token; nothing happens once the text has stopped."""
+        if self.stopped is None:
+            self.num_tokens += 1
+            self._decode(self._tokenizer.token_bytes(token), final=False)
+
+    def delta(self) -> str:
+        """Return the text, since the last call, that no later token can change or take back."""
+        safe = self._open_starts[0] if self._open_starts else len(self.text)
+        new = self.text[self._emitted : safe]
+        self._emitted = safe
+        return new
+
+    def finish(self) -> None:
+        """End the text: what was held back is safe now, and an incomplete character becomes U+FFFD."""
+        if self.stopped is None:
+            self._decode(b"", final=True)
+            self._open_starts = []
+
+    def fork(self) -> Self:
+        """Return an independent copy, cheap however long the stop list is."""
+        copy = type(self).__new__(type(self))
+        for name in Detokenizer.__slots__:
+            setattr(copy, name, getattr(self, name))
+        copy._open_starts = self._open_starts.copy()
+        return copy
+
+    def completes(self, token: int) -> bool:
+        """Whether `token` would complete a stop string."""
+        copy = self.fork()
+        copy.push(token)
+        return copy.stopped is not None
+
+    def _decode(self, data: bytes, final: bool) -> None:
+        data = self._pending + data
+        characters, used = codecs.utf_8_decode(data, "replace", final)
+        self._pending = data[used:]
+        if not self._stops.ordered:
+            self.text += characters
+            return
+        for character in characters:
+            self._append(character)
+            if self.stopped is not None:
+                return
+
+    def _append(self, character: str) -> None:
+        self.text += character
+        starts, self._open_starts = [*self._open_starts, len(self.text) - 1], []
+        complete: list[tuple[int, int]] = []
+        for start in starts:
+            rank, may_grow = self._stops.match(self.text[start:])
+            if rank is not None and self.num_tokens > self._min_tokens:
+                complete.append((rank, start))
+            if may_grow:
+                self._open_starts.append(start)
+        if complete:
+            _, start = min(complete)
+            self.stopped = self.text[start:]
+            if not self._include_stop:
+                self.text = self.text[:start]
+            self._open_starts = []
+            self._pending = b""
