@@ -274,7 +274,7 @@ class BeamSearchParams:
         The most tokens of a hypothesis. ``None``: until end of text or of the context.
     length_penalty : float
         A hypothesis scores its log-prob divided by its token count to this power; above 0 favours long ones.
-        In [-100, 100].
+        In [-10, 10].
     early_stopping : bool or "never"
         ``True`` stops once `beam_width` hypotheses are finished; ``False`` when the best live beam, were it to end
         now, would not score better than the worst of them; ``"never"`` when it cannot at any length.
@@ -301,7 +301,7 @@ class BeamSearchParams:
         _check_integer("beam_width", self.beam_width, 1, MAX_SEQUENCES)
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1, also=" or None")
-        _check_number("length_penalty", self.length_penalty, -100, 100)
+        _check_number("length_penalty", self.length_penalty, -10, 10)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping must be True, False or 'never', not {self.early_stopping!r}")
         stopping = self.stopping

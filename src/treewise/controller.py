@@ -1,0 +1,288 @@
+"""Token-level policy: `step(tree, logprobs) -> Rows | None` says which tokens continue which leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treewise.config import BeamSearchParams, SamplingParams
+from treewise.sampler import SamplingRow, sample
+from treewise.text import Detokenizer
+
+
+class Rows(NamedTuple):
+    """The next frontier: row ``i`` continues live leaf ``parent[i]`` with ``token[i]``.
+
+    A leaf that no row names is pruned; a leaf named more than once branches, its children in the order of the rows.
+    """
+
+    parent: Sequence[int] | NDArray[Any] | Tensor  # [rows]
+    token: Sequence[int] | NDArray[Any] | Tensor  # [rows]
+
+    def pairs(self, num_leaves: int, vocab_size: int) -> list[tuple[int, int]]:
+        """Return the rows as ``(parent, token)`` pairs.
+
+        Raises
+        ------
+        ValueError
+            A parent is not a live leaf, a token is not in the vocabulary, or the two lists differ in length.
+        """
+        parents, tokens = (
+            values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values) for values in self
+        )
+        if len(parents) != len(tokens):
+            raise ValueError(f"Rows: parent and token must be equally long, not {len(parents)} and {len(tokens)}")
+        for name, values, size in (("parent", parents, num_leaves), ("token", tokens, vocab_size)):
+            for value in values:
+                if not 0 <= value < size:
+                    raise ValueError(f"Rows.{name} must be in [0, {size - 1}], not {value}")
+        return list(zip(parents, tokens, strict=True))
+
+
+@dataclass
+class Leaf:
+    """A leaf as a controller sees it.
+
+    Attributes
+    ----------
+    logprob : float
+        Summed over the tokens that this operation decoded on the leaf's path.
+    tokens : list of int
+        All tokens on the leaf's path behind the prompt, those of earlier operations included.
+    prompt_tokens : list of int
+        The prompt's tokens.
+    path : tuple of int
+        Child ordinals from the root.
+    num_tokens : int
+        Tokens that this operation decoded on the leaf's path.
+    key : int
+        Key of the branch's random stream, see `treewise.sampler.row_key`.
+    room : int or None
+        Tokens that may still be decoded before ``max_tokens`` or the end of the context finishes the leaf;
+        ``None``: no such end.
+    detokenizer : Detokenizer or None
+        The leaf's text; controllers read it only.
+    """
+
+    logprob: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    path: tuple[int, ...] = ()
+    num_tokens: int = 0
+    key: int = 0
+    room: int | None = None
+    detokenizer: Detokenizer | None = None
+
+
+@dataclass
+class TreeView:
+    """One operation's tree as a controller sees it.
+
+    Attributes
+    ----------
+    leaves : list of Leaf
+        Live leaves, in the order of the rows that made them.
+    logits : Tensor [leaves, vocab] float32
+        Raw logits of each live leaf's next token.
+    depth : int
+        Tokens decoded by this operation on the path of each live leaf.
+    finished : list of Leaf
+        Leaves that ended in this operation, in the order in which they ended.
+    eos_token_ids : frozenset of int
+        The model's own end-of-text ids.
+    """
+
+    leaves: list[Leaf]
+    logits: Tensor
+    depth: int = 0
+    finished: list[Leaf] = field(default_factory=list)
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def num_finished(self) -> int:
+        """How many leaves ended in this operation."""
+        return len(self.finished)
+
+
+class Controller(Protocol):
+    """Decides, step by step, how a tree of tokens grows.
+
+    The engine itself ends a leaf as `stopping` says (end of text, ``stop_token_ids``, ``stop``, ``max_tokens``) or at the
+    end of the context, and takes it out of the live leaves.
+    """
+
+    @property
+    def stopping(self) -> SamplingParams:
+        """When a leaf ends."""
+
+    def step(self, tree: TreeView, logprobs: Tensor) -> Rows | None:
+        """Choose the next rows.
+
+        Parameters
+        ----------
+        tree : TreeView
+            The live leaves and what is known about them.
+        logprobs : Tensor [leaves, vocab] float32
+            Natural log-probabilities of each live leaf's next token.
+
+        Returns
+        -------
+        Rows or None
+            The next frontier; ``None`` ends the operation and leaves the live leaves as they are.
+        """
+
+
+class Sample:
+    """Continue every leaf with one token drawn as `params` says."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.stopping = params
+
+    def sampling_rows(self, tree: TreeView) -> list[SamplingRow]:
+        """One row a leaf, for an engine that samples for many trees at once."""
+        return [
+            SamplingRow(
+                params=self.stopping,
+                key=leaf.key,
+                position=len(leaf.prompt_tokens) + len(leaf.tokens),
+                num_tokens=leaf.num_tokens,
+                prompt_tokens=leaf.prompt_tokens,
+                output_tokens=leaf.tokens,
+            )
+            for leaf in tree.leaves
+        ]
+
+    def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
+        """Draw from the raw logits: penalties and cuts come before their own normalisation."""
+        tokens = sample(tree.logits, self.sampling_rows(tree), tree.eos_token_ids)
+        return Rows(range(len(tree.leaves)), tokens)
+
+
+class Greedy:
+    """Continue every leaf with its most likely token: the smallest controller there is."""
+
+    def __init__(self, stopping: SamplingParams | None = None) -> None:
+        self.stopping = SamplingParams() if stopping is None else stopping
+
+    def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
+        """Take the arg-max of the raw logits, which rounding to log-probs may turn into a tie."""
+        return Rows(range(len(tree.leaves)), tree.logits.argmax(dim=-1))
+
+
+class Hypothesis(Protocol):
+    """What `BeamSearch.rank` needs of a leaf or branch."""
+
+    @property
+    def logprob(self) -> float:
+        """Summed log-prob of the tokens that the search decoded."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens those are, an end-of-text token included."""
+
+
+class _Candidate(NamedTuple):
+    parent: int
+    token: int
+    total: float  # summed log-prob, this token included
+    score: float
+
+
+HypothesisT = TypeVar("HypothesisT", bound=Hypothesis)
+
+
+class BeamSearch:
+    """Beam search with Transformers' rules, hence its tokens and scores.
+
+    Of the best candidates (twice the width, or more where several tokens end a text), the best ones that go on are the
+    next beams; one that ends counts only among the first `beam_width`. The `beam_width` best finished hypotheses are
+    kept, and the search ends as ``early_stopping`` says or when no beam can go on.
+
+    Parameters
+    ----------
+    params : BeamSearchParams
+        Width, length penalty, and what ends a hypothesis.
+
+    Notes
+    -----
+    Once nothing can improve, the rows are the hypotheses that end now, or none at all: every beam is pruned.
+    """
+
+    def __init__(self, params: BeamSearchParams) -> None:
+        self.params = params
+        self.stopping = params.stopping
+
+    def score(self, logprob: float, num_tokens: float) -> float:
+        """Length-penalised score of a hypothesis of `num_tokens` tokens."""
+        return logprob / math.pow(num_tokens, self.params.length_penalty)
+
+    def rank(self, hypotheses: Sequence[HypothesisT]) -> list[tuple[HypothesisT, float]]:
+        """Return the `beam_width` best hypotheses with their scores, best first."""
+        scored = [(hypothesis, self.score(hypothesis.logprob, hypothesis.num_tokens)) for hypothesis in hypotheses]
+        return sorted(scored, key=lambda pair: -pair[1])[: self.params.beam_width]
+
+    def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
+        """Choose the next beams, and the hypotheses that end with this token and are among the best."""
+        width = self.params.beam_width
+        end_token_ids = self.stopping.end_token_ids(tree.eos_token_ids)
+        totals = self._totals(tree, logprobs, end_token_ids)
+        num_candidates = min(max(2, 1 + len(end_token_ids)) * width, totals.numel())
+        best = totals.flatten().topk(num_candidates)
+
+        beams: list[_Candidate] = []
+        ending: list[_Candidate] = []
+        for total, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            if total == -math.inf or len(beams) == width:
+                break
+            parent, token = divmod(place, totals.shape[1])
+            leaf = tree.leaves[parent]
+            candidate = _Candidate(parent, token, total, self.score(total, leaf.num_tokens + 1))
+            if not self._ends(leaf, token, end_token_ids):
+                beams.append(candidate)
+            elif len(beams) + len(ending) < width:
+                ending.append(candidate)
+
+        scores = [self.score(leaf.logprob, leaf.num_tokens) for leaf in tree.finished]
+        scores = sorted(scores + [candidate.score for candidate in ending], reverse=True)
+        bar = scores[width - 1] if len(scores) >= width else -math.inf
+        rows = [candidate for candidate in ending if candidate.score >= bar]
+        if beams and self._can_improve(tree.leaves[beams[0].parent], beams[0], bar):
+            rows += beams
+        return Rows([row.parent for row in rows], [row.token for row in rows])
+
+    def _totals(self, tree: TreeView, logprobs: Tensor, end_token_ids: frozenset[int]) -> Tensor:
+        """Log-probs of all candidates [leaves, vocab]; those that must not be are ``-inf``."""
+        totals = logprobs + torch.tensor([[leaf.logprob] for leaf in tree.leaves], device=logprobs.device)
+        seen: set[tuple[int, ...]] = set()
+        for i, leaf in enumerate(tree.leaves):
+            if leaf.num_tokens < self.params.min_tokens:
+                totals[i, sorted(end_token_ids)] = -math.inf
+            if tree.depth == 0:  # branches that were forked and not yet continued would give the same hypotheses twice
+                text = (*leaf.prompt_tokens, *leaf.tokens)
+                if text in seen:
+                    totals[i] = -math.inf
+                seen.add(text)
+        return totals
+
+    def _ends(self, leaf: Leaf, token: int, end_token_ids: frozenset[int]) -> bool:
+        if token in end_token_ids or leaf.room == 1:
+            return True
+        return bool(self.stopping.stop) and leaf.detokenizer is not None and leaf.detokenizer.completes(token)
+
+    def _can_improve(self, leaf: Leaf, beam: _Candidate, bar: float) -> bool:
+        """Whether the best beam, which continues `leaf`, may yet pass `bar`, the worst of a full set of hypotheses."""
+        if bar == -math.inf:
+            return True
+        if self.params.early_stopping is True:
+            return False
+        length: float = leaf.num_tokens + 1
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
+            length = math.inf if leaf.room is None else leaf.num_tokens + leaf.room
+        return self.score(beam.total, length) > bar
