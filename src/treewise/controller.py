@@ -114,8 +114,8 @@ class TreeView:
 class Controller(Protocol):
     """Decides, step by step, how a tree of tokens grows.
 
-    The engine itself ends a leaf as `stopping` says (end of text, ``stop_token_ids``, ``stop``, ``max_tokens``) or at the
-    end of the context, and takes it out of the live leaves.
+    The engine itself ends a leaf as `stopping` says (end of text, ``stop_token_ids``, ``stop``, ``max_tokens``) or at
+    the end of the context, and takes it out of the live leaves.
     """
 
     @property
