@@ -1,0 +1,261 @@
+"""Turns a GGUF file into a Transformers folder, once, so that everything is loaded in one way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from treewise.models.cache import cache_folder, check_space, make_once, progress, remembered_sha256
+from treewise.models.gguf_file import GGUFFile, GGUFTensor
+from treewise.models.gguf_tokenizer import build_tokenizer
+
+# Part of every converted folder's name: raise it when what is written below changes.
+FORMAT = 1
+
+Metadata = Mapping[str, Any]
+ROW_PAIRS = "attn_q", "attn_k"
+
+# Names of a layer's tensors in GGUF files and in Transformers.
+LAYER_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA_LAYER_PARTS = {
+    **LAYER_PARTS,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """How an architecture of GGUF files maps to one of Transformers.
+
+    Attributes
+    ----------
+    interleaved : bool
+        Rows of the query and key projections are stored with the two halves of each head interleaved.
+    norm_offset : float
+        What the file has added to the weights of norms.
+    """
+
+    name: str
+    layer_parts: Mapping[str, str]
+    interleaved: bool = False
+    norm_offset: float = 0.0
+
+
+GGUF_ARCHITECTURES = {
+    "llama": GGUFArchitecture("LlamaForCausalLM", LAYER_PARTS, interleaved=True),
+    "qwen2": GGUFArchitecture("Qwen2ForCausalLM", LAYER_PARTS),
+    "qwen3": GGUFArchitecture("Qwen3ForCausalLM", LAYER_PARTS),
+    "gemma3": GGUFArchitecture("Gemma3ForCausalLM", GEMMA_LAYER_PARTS, norm_offset=1.0),
+}
+
+
+def converted_folder(path: Path, digest: str | None = None) -> Path:
+    """Give the Transformers folder of a GGUF file, made in the cache the first time.
+
+    Parameters
+    ----------
+    path : Path
+        The GGUF file.
+    digest : str, optional
+        The sha256 of its contents, if known; the folder is found by that.
+
+    Raises
+    ------
+    ValueError
+        The file is not a whole GGUF file, or of an unsupported architecture, tokenizer or type of tensor.
+    OSError
+        The cache has no room.
+    """
+    if digest is None:
+        GGUFFile(path)  # complain about a wrong or truncated file before reading all of it
+        digest = remembered_sha256(path)
+    target = cache_folder() / "converted" / f"{path.stem}-{digest[:16]}-{FORMAT}"
+    return make_once(target, lambda folder: convert(path, folder))
+
+
+def convert(path: Path, folder: Path) -> None:
+    """Write ``config.json``, ``generation_config.json``, the tokenizer and ``model.safetensors`` of a GGUF file.
+
+    Quantised tensors become float32, in which they are exact; others keep their type.
+    """
+    file = GGUFFile(path)
+    name = file.metadata.get("general.architecture")
+    if name not in GGUF_ARCHITECTURES:
+        raise ValueError(
+            f"{path}: architecture {name!r} is not supported; the known ones are {', '.join(GGUF_ARCHITECTURES)}"
+        )
+    architecture = GGUF_ARCHITECTURES[name]
+    config = _config(architecture, file)
+    tokenizer, settings, end_ids = build_tokenizer(file.metadata)
+    config["bos_token_id"] = file.metadata.get("tokenizer.ggml.bos_token_id")
+    config["eos_token_id"] = end_ids[0] if end_ids else None
+
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_ids}
+    for file_name, contents in (
+        ("config.json", config),
+        ("tokenizer_config.json", settings),
+        ("generation_config.json", ends),
+    ):
+        (folder / file_name).write_text(json.dumps(contents, indent=2, ensure_ascii=False), "utf-8")
+    _write_tensors(_named_tensors(architecture, file), architecture, config, folder / "model.safetensors")
+
+
+def _config(architecture: GGUFArchitecture, file: GGUFFile) -> dict[str, Any]:
+    """Say in the words of a Transformers ``config.json`` what the metadata says."""
+    prefix = file.metadata["general.architecture"]
+
+    def get(key: str, default: Any = None) -> Any:
+        return file.metadata.get(f"{prefix}.{key}", default)
+
+    def need(key: str) -> Any:
+        if get(key) is None:
+            raise ValueError(f"{file.path}: the key {prefix}.{key} is missing")
+        return get(key)
+
+    if get("expert_count"):
+        raise ValueError(f"{file.path}: a mixture of experts ({prefix}.expert_count) is not supported")
+    if "token_embd.weight" not in file.tensors:
+        raise ValueError(f"{file.path}: the tensor token_embd.weight is missing")
+    heads, hidden = need("attention.head_count"), need("embedding_length")
+    head_dim = get("attention.key_length", hidden // heads)
+    if get("rope.dimension_count", head_dim) != head_dim or get("attention.value_length", head_dim) != head_dim:
+        raise ValueError(f"{file.path}: rotary embeddings or values of another size than a head are not supported")
+    window = get("attention.sliding_window")
+    config = {
+        "architectures": [architecture.name],
+        "model_type": {"gemma3": "gemma3_text"}.get(prefix, prefix),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": need("feed_forward_length"),
+        "num_hidden_layers": need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": need("context_length"),
+        "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("rope.freq_base", 10_000.0),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+    if scaling := _rope_scaling(get, file, config):
+        config["rope_scaling"] = scaling
+    if prefix == "gemma3":
+        # Only the 27B model (62 layers) scales its scores by the hidden size over the heads.
+        config["query_pre_attn_scalar"] = hidden // heads if config["num_hidden_layers"] == 62 else head_dim
+        config["sliding_window"] = window
+    elif prefix == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+        if window:
+            config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return config
+
+
+def _rope_scaling(get: Callable[..., Any], file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    if ROPE_FACTORS in file.tensors:
+        return _llama3_scaling(file.tensors[ROPE_FACTORS].read(), config)
+    kind = get("rope.scaling.type", "none")
+    # Files of old versions give a factor alone, which means linear scaling.
+    factor = get("rope.scaling.factor") or get("rope.scale_linear")
+    if kind == "none" or factor is None:
+        return {"rope_type": "linear", "factor": factor} if factor and factor != 1.0 else None
+    scaling = {"rope_type": kind, "factor": factor}
+    if (context := get("rope.scaling.original_context_length")) is not None:
+        scaling["original_max_position_embeddings"] = context
+    return scaling
+
+
+def _llama3_scaling(factors: NDArray[np.float32], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Recover Llama 3.1's parameters from the divisors of each frequency, which are all that a file holds of them."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    from treewise.models.rope import make_rope
+
+    def frequencies(parameters: Mapping[str, Any]) -> NDArray[np.float64]:
+        parameters = {"rope_theta": config["rope_theta"], **parameters}
+        rope = make_rope(parameters, config["head_dim"], config["max_position_embeddings"])
+        return np.array(rope.inverse_frequencies)
+
+    if not np.allclose(frequencies({}) / factors, frequencies(scaling), rtol=1e-3):
+        raise ValueError(f"{ROPE_FACTORS} follows another rule than Llama 3.1's, which is not supported")
+    return scaling
+
+
+def _named_tensors(architecture: GGUFArchitecture, file: GGUFFile) -> dict[str, GGUFTensor]:
+    """Name the tensors of a file as Transformers does."""
+    named = {}
+    for own_name, tensor in file.tensors.items():
+        part, _, kind = own_name.rpartition(".")
+        if own_name == ROPE_FACTORS:
+            continue
+        if part in OUTER_PARTS:
+            named[f"{OUTER_PARTS[part]}.{kind}"] = tensor
+            continue
+        _, _, number_and_part = part.partition("blk.")
+        number, _, part = number_and_part.partition(".")
+        if part not in architecture.layer_parts:
+            raise ValueError(f"{file.path}: {architecture.name} has no place for the tensor {own_name}")
+        named[f"model.layers.{number}.{architecture.layer_parts[part]}.{kind}"] = tensor
+    return named
+
+
+def _write_tensors(
+    tensors: Mapping[str, GGUFTensor], architecture: GGUFArchitecture, config: Mapping[str, Any], path: Path
+) -> None:
+    """Write a safetensors file one tensor at a time, so that a model need not fit in memory."""
+    header: dict[str, Any] = {}
+    place = 0
+    for name, tensor in tensors.items():
+        size = prod(tensor.shape) * (2 if tensor.dtype.endswith("16") else 4)
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [place, place + size]}
+        place += size
+    check_space(path.parent, place, f"converting {path.parent.name}")
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8 bytes
+    with open(path, "wb") as file, progress("Converting the model, once", place) as advance:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            advance(_write_tensor(tensor, architecture, config, file))
+
+
+def _write_tensor(tensor: GGUFTensor, architecture: GGUFArchitecture, config: Mapping[str, Any], file: BinaryIO) -> int:
+    values = tensor.read()
+    part = tensor.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if architecture.interleaved and part in ROW_PAIRS:
+        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        # Stored: row 0 of the first half, row 0 of the second, row 1 of the first...; wanted: one half, the other.
+        pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+        values = pairs.swapaxes(1, 2).reshape(values.shape)
+    if architecture.norm_offset and part.endswith("norm"):
+        values = values - architecture.norm_offset
+    return file.write(np.ascontiguousarray(values).data)

@@ -1,0 +1,115 @@
+"""From the name of a model to the model and its tokenizer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from treewise.models.builtin import BUILTIN_MODELS, fetch_builtin
+from treewise.models.convert import converted_folder
+from treewise.models.decoder import CausalLM
+from treewise.models.registry import read_config
+from treewise.models.tokenizer import Tokenizer, read_json
+from treewise.models.weights import load_weights
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    name_or_path: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
+) -> tuple[CausalLM, Tokenizer]:
+    """Load a model and its tokenizer.
+
+    Parameters
+    ----------
+    name_or_path : str or Path
+        A Transformers folder, a GGUF file, a built-in name (``"smollm2-135m"``) or a hub id (``"owner/name"``).
+    dtype : str or torch.dtype
+        Type of the weights: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: float32 on a CPU, else
+        bfloat16.
+    device : str or torch.device
+        Where the weights go.
+
+    Returns
+    -------
+    model : CausalLM
+        In evaluation mode, without gradients.
+    tokenizer : Tokenizer
+
+    Raises
+    ------
+    FileNotFoundError
+        Nothing goes by that name, or a folder lacks a file.
+    ValueError
+        A file is damaged or truncated, or the model is of a kind that is not supported; the message says which.
+    ConnectionError
+        A built-in or hub model could not be fetched.
+
+    Examples
+    --------
+    >>> model, tokenizer = load_model("smollm2-135m")  # doctest: +SKIP
+    >>> model.config.num_heads, model.config.num_kv_heads  # doctest: +SKIP
+    (9, 3)
+    """
+    device = torch.device(device)
+    weight_type = _resolve_dtype(dtype, device)
+    folder = locate(name_or_path)
+    config = read_config(_read_config_json(folder))
+    return load_weights(config, folder, weight_type, device), Tokenizer.from_folder(folder)
+
+
+def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
+    """Load the tokenizer of a model alone; names and errors as in :func:`load_model`."""
+    return Tokenizer.from_folder(locate(name_or_path))
+
+
+def locate(name_or_path: str | Path) -> Path:
+    """Give the Transformers folder of a model, fetched or converted the first time; see :func:`load_model`."""
+    name = str(name_or_path)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return converted_folder(path)
+    if name in BUILTIN_MODELS:
+        return converted_folder(fetch_builtin(name), BUILTIN_MODELS[name].sha256)
+    if HUB_ID.fullmatch(name) and path.suffix not in {".gguf", ".safetensors"} and not name.startswith("."):
+        return _fetch_from_hub(name)
+    raise FileNotFoundError(
+        f"model {name!r} is no file or folder here, no built-in model ({', '.join(BUILTIN_MODELS)}) "
+        f"and no hub id (owner/name)"
+    )
+
+
+def _read_config_json(folder: Path) -> dict[str, object]:
+    config = read_json(folder / "config.json")
+    if not config:
+        raise FileNotFoundError(f"{folder} has no config.json: it is not a Transformers model folder")
+    return config
+
+
+def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; choose from auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _fetch_from_hub(name: str) -> Path:
+    import huggingface_hub  # only needed here
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ConnectionError(
+            f"model {name!r} is no file or folder here and no built-in model ({', '.join(BUILTIN_MODELS)}); "
+            f"as a hub id it could not be fetched: {error}"
+        ) from None
