@@ -8,7 +8,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import resources
 from os import PathLike
 from pathlib import Path
@@ -254,9 +254,9 @@ class Tree:
         and ``nodes``; the last two have the fields of `Usage` and `TreeNode`. Numbers that JSON has no word
         for are the strings ``"-Infinity"``, ``"Infinity"`` and ``"NaN"``. A reader should refuse other versions.
         """
-        content = {"format": JSON_FORMAT, "version": JSON_VERSION, **asdict(self)}
+        content = {"format": JSON_FORMAT, "version": JSON_VERSION, **json_safe(self)}
         content["usage"] |= {"tokens_per_second": self.usage.tokens_per_second, "kv_ratio": self.usage.kv_ratio}
-        return json.dumps(_finite(content), indent=indent, allow_nan=False)
+        return json.dumps(json_safe(content), indent=indent, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Tree:
@@ -487,12 +487,17 @@ def _dot_escape(text: str) -> str:
     return text.replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"')
 
 
-def _finite(value: Any) -> Any:
-    """Replace the floats that JSON cannot hold by their names, which Python's and JavaScript's parsers both read."""
+def json_safe(value: Any) -> Any:
+    """Turn dataclasses into dicts, and floats that JSON cannot hold into their names.
+
+    Python's ``float`` and JavaScript's ``Number`` both read the names back.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: json_safe(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [json_safe(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

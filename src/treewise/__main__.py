@@ -1,0 +1,5 @@
+"""Let ``python -m treewise`` run the command line."""
+
+from treewise.cli import main
+
+main()

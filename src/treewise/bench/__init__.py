@@ -1,0 +1,1 @@
+"""Timed runs, each ending in one JSON line."""

@@ -1,0 +1,148 @@
+"""Timing, the machine it ran on, and the last line that every benchmark prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from treewise.results import json_safe
+
+
+def progress() -> Progress:
+    """Make a progress bar on standard error, invisible where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+
+
+def wall_time(function: Callable[[], object]) -> float:
+    """Time one call by the clock on the wall, in seconds."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def time_calls(function: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Time a function that does the same work in each call.
+
+    On a CUDA device the function is captured in a graph, and each timed replay starts with a cold L2 cache.
+
+    Parameters
+    ----------
+    function : callable
+        What to time. It is called twice before any timing.
+    device : torch.device
+        Where it runs.
+    repeats : int
+        Timed calls.
+
+    Returns
+    -------
+    list of float
+        Seconds of each call.
+    """
+    if device.type != "cuda":
+        function()
+        function()
+        return [wall_time(function) for _ in range(repeats)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    cold = torch.empty(4 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in events:
+        cold.zero_()
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) * 1e-3 for start, end in events]
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Measure how many bytes a second a plain copy moves, reads and writes together."""
+    source = torch.zeros(2**30 if device.type == "cuda" else 2**28, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / statistics.median(time_calls(lambda: target.copy_(source), device, 10))
+
+
+def describe_machine(device: torch.device) -> dict[str, object]:
+    """Say what a result depends on: device, threads, versions, commit."""
+    versions = {"python": platform.python_version()}
+    for package in ("treewise", "torch", "triton", "transformers", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    threads = torch.get_num_threads()
+    return {"device": name, "cores": os.cpu_count(), "threads": threads, "versions": versions, "commit": _commit()}
+
+
+def check_device(name: str) -> torch.device:
+    """Return the device of that name.
+
+    Raises
+    ------
+    ValueError
+        If it is not cpu or cuda, or there is no such device.
+    """
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device: {name!r} is not one of cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: this machine has no CUDA device, or torch is a CPU build; use cpu")
+    return torch.device(name)
+
+
+def report(title: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> None:
+    """Print the rows as a table on standard error, and the result as one JSON line on standard output."""
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    Console(stderr=True, width=None if sys.stderr.isatty() else 140).print(table)
+    print(json.dumps(json_safe(dict(result)), allow_nan=False), flush=True)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str | None:
+    """Find the commit of the checkout that this file lies in, marked where it has changes; None outside one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,41 @@
+"""The verbs `generate`, `search`, `bench`, `models`, `env`; one flag per config field."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from cyclopts import App, CycloptsError
+
+app = App(
+    name="treewise",
+    help="Decode trees with a language model: every shared key and value is read once.",
+    version=lambda: version("treewise"),
+    result_action="return_value",
+)
+# The verbs are named, not imported: `treewise --help` loads neither torch nor a model.
+app.command("treewise.cli.generate:generate", help="Continue a prompt, or answer it with --chat.")
+app.command("treewise.cli.search:search", help="Solve a prompt with a search strategy, and draw its tree.")
+app.command("treewise.cli.info:models", help="List the built-in models and the converted copies in the cache.")
+app.command("treewise.cli.info:env", help="Print versions, devices and folders, for bug reports.")
+bench = App(name="bench", help="Timed runs; the last line of standard output is JSON.")
+bench.command("treewise.bench.attention:attention", help="Attention methods on named trees.")
+bench.command("treewise.bench.tree:tree", help="A whole branching request, beside another engine.")
+app.command(bench)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line; what the user got wrong ends in one line on standard error and exit code 2."""
+    try:
+        app(arguments, exit_on_error=False, print_error=False)
+    except BrokenPipeError:
+        # The reader of our output has gone, as `head` does; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (CycloptsError, ValueError, OSError) as error:
+        print(f"treewise: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

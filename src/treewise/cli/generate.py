@@ -1,0 +1,65 @@
+"""The verb `generate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from treewise.cli.options import ModelOptions, encode_chat, read_prompt, working
+from treewise.config import SamplingParams
+from treewise.results import json_safe
+
+
+def generate(
+    prompt: str,
+    *,
+    chat: bool = False,
+    system: str | None = None,
+    json_lines: Annotated[bool, Parameter("--json")] = False,
+    sampling: Annotated[SamplingParams | None, Parameter("*", group="Sampling")] = None,
+    options: Annotated[ModelOptions | None, Parameter("*", group="Model and engine")] = None,
+) -> None:
+    """Continue a prompt, or answer it with --chat.
+
+    Parameters
+    ----------
+    prompt
+        The text; - reads it from standard input.
+    chat
+        Put the prompt in the model's chat template.
+    system
+        System message of the chat.
+    json_lines
+        Print one line of JSON with texts, tokens, log-probabilities and usage instead of the text.
+    """
+    sampling, options = sampling or SamplingParams(), options or ModelOptions()
+    if system is not None and not chat:
+        raise ValueError("system: needs --chat")
+    text = read_prompt(prompt)
+    llm = options.load()
+    request = encode_chat(llm, text, system) if chat else text
+    if sampling.n == 1 and not json_lines:
+        for piece in llm.stream(request, sampling):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        print()
+        return
+    with working(f"Decoding {sampling.n} branches"):
+        [result] = llm.generate([request], sampling)
+    if json_lines:
+        answer: dict[str, object] = {
+            "prompt": text,
+            "prompt_token_ids": result.prompt_token_ids,
+            "prompt_logprobs": result.prompt_logprobs,
+            "outputs": result.outputs,
+            "usage": result.tree.usage,
+        }
+        print(json.dumps(json_safe(answer), allow_nan=False))
+        return
+    for output in result.outputs:
+        print(f"--- {output.index}: log-prob {output.cumulative_logprob:.2f}, {output.finish_reason}")
+        print(output.text)
+    print(result.tree.usage.summary(), file=sys.stderr)

@@ -1,0 +1,95 @@
+"""What several verbs share: the model's flags, the prompt, the progress line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from treewise.llm import LLM
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The fields of `LLM`, a flag each.
+
+    Parameters
+    ----------
+    model : str
+        A folder in Transformers' layout, a GGUF file, a hub id, or a built-in name (`treewise models`).
+    attention : str
+        The attention method; auto picks by tree and device.
+    dtype : str
+        auto, float32, float16 or bfloat16.
+    device : str
+        auto, cpu or cuda.
+    pool : str
+        How keys and values are stored: paged or contiguous.
+    page_size : int
+        Tokens a page of the paged pool.
+    max_model_len : int
+        The longest context in tokens; the model's own limit if left out.
+    max_num_rows : int
+        The most rows of one step.
+    num_kv_slots : int
+        Tokens that the pool holds; sized by the memory there is if left out.
+    enable_prefix_caching : bool
+        Keep the keys and values of prompts that may come again.
+    engine_seed : int
+        Root of the random streams of requests that have no seed of their own.
+    """
+
+    model: str = "smollm2-135m"
+    attention: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    pool: str = "paged"
+    page_size: int = 16
+    max_model_len: int | None = None
+    max_num_rows: int = 1024
+    num_kv_slots: int | None = None
+    enable_prefix_caching: bool = True
+    engine_seed: int = 0
+
+    def load(self) -> LLM:
+        """Load the model, saying so on a terminal."""
+        from treewise.llm import LLM
+
+        fields = asdict(self)
+        with working(f"Loading {self.model}"):
+            return LLM(seed=fields.pop("engine_seed"), **fields)
+
+
+def read_prompt(prompt: str) -> str:
+    """Return the prompt, or standard input where it is ``-``."""
+    return sys.stdin.read() if prompt == "-" else prompt
+
+
+def encode_chat(llm: LLM, prompt: str, system: str | None = None) -> list[int]:
+    """Put the prompt in the model's chat template.
+
+    Raises
+    ------
+    ValueError
+        If the model has none.
+    """
+    if not llm.tokenizer.has_chat_template:
+        raise ValueError("chat: this model has no chat template; leave out --chat")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return llm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": prompt}])
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show that something long is going on: a spinner on standard error, and nothing where that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"{what} …"):
+        yield

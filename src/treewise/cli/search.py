@@ -1,0 +1,106 @@
+"""The verb `search`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from treewise.cli.options import ModelOptions, encode_chat, read_prompt, working
+
+
+def search(
+    prompt: str,
+    *,
+    strategy: str = "tot",
+    set_values: Annotated[tuple[str, ...], Parameter("--set")] = (),
+    chat: bool = False,
+    system: str | None = None,
+    text: bool = False,
+    html: Path | None = None,
+    json_file: Annotated[Path | None, Parameter("--json")] = None,
+    dot: Path | None = None,
+    options: Annotated[ModelOptions | None, Parameter("*", group="Model and engine")] = None,
+) -> None:
+    """Solve a prompt with a search strategy, and draw its tree.
+
+    The best answer goes to standard output. Without a file to draw to, the tree goes to standard error.
+
+    Parameters
+    ----------
+    prompt
+        The text; - reads it from standard input.
+    strategy
+        A ready-made program by name; `--strategy list` tells which there are.
+    set_values
+        A parameter of the strategy as key=value, e.g. --set width=5; may be repeated.
+    chat
+        Put the prompt in the model's chat template.
+    system
+        System message of the chat.
+    text
+        Draw the tree as text on standard output, after the answer.
+    html
+        Write the tree as one self-contained page.
+    json_file
+        Write the tree as JSON.
+    dot
+        Write the tree for Graphviz.
+    """
+    from treewise.search import STRATEGIES
+
+    if strategy == "list":
+        for name, entry in STRATEGIES.items():
+            print(f"{name:18} {entry.description}")
+        return
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: {strategy!r} is not one of {', '.join(STRATEGIES)}")
+    if system is not None and not chat:
+        raise ValueError("system: needs --chat")
+    values = parse_settings(set_values)
+    options = options or ModelOptions()
+    question = read_prompt(prompt)
+    program = STRATEGIES[strategy].build(**values)
+    llm = options.load()
+    with working(f"Searching with {strategy}"):
+        [result] = llm.run(program, [encode_chat(llm, question, system) if chat else question])
+    tree = replace(result.tree, strategy=strategy, model=Path(options.model).name)
+    print(result.best.text if result.best is not None else result.value)
+    if text:
+        print(tree.to_text())
+    if html is not None:
+        tree.to_html(html, title=f"{strategy}: {question}"[:100])
+    if json_file is not None:
+        json_file.write_text(tree.to_json(), encoding="utf-8")
+    if dot is not None:
+        dot.write_text(tree.to_dot(), encoding="utf-8")
+    if not (text or html or json_file or dot):
+        from rich.console import Console
+
+        tree.print(Console(stderr=True))
+    else:
+        print(tree.usage.summary(), file=sys.stderr)
+
+
+def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
+    """Read ``key=value`` words; a value is JSON where it can be, else text.
+
+    Raises
+    ------
+    ValueError
+        If a word has no ``=``.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ValueError(f"set: {setting!r} is not of the form key=value")
+        try:
+            values[key.replace("-", "_")] = json.loads(value)
+        except json.JSONDecodeError:
+            values[key.replace("-", "_")] = value
+    return values
