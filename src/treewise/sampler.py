@@ -100,12 +100,12 @@ def _gumbel(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) 
 
     NOTE: two rows with one (key, position) get the same noise: a key must belong to one branch.
     """
-    words = [_mix64(row.key + _mix64(row.position + _GOLDEN64)) for row in rows]
+    words = [_mix64(row.key * 5 + _mix64(row.position + _GOLDEN64)) for row in rows]
     signed = torch.tensor([[word - (1 << 64) if word >> 63 else word] for word in words], device=device)
     halves = signed.view(torch.int32)  # [rows, 2]
     bits = _token_words(vocab_size, device) * (halves[:, :1] | 1)
     bits += halves[:, 1:]
-    uniform = (_scramble32(bits) & 0x7FFFFFFF).to(torch.float32)
+    uniform = _scramble32(bits).bitwise_and_(0x7FFFFFFF).to(torch.float32)
     # An exponential variate from the fine end of the floats near 0, where winning tokens lie. The clamp keeps it
     # finite, so that a token of probability 1 always wins.
     exponential = uniform.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
@@ -181,9 +181,9 @@ def _top_p_floor(logits: Tensor, top_p: Tensor) -> Tensor:
     total = logits.logsumexp(dim=-1, keepdim=True)
     floor = torch.full_like(total, -math.inf)  # stays where rounding keeps even the whole sum below top_p
     open_rows = torch.arange(logits.shape[0], device=logits.device)
-    count = 16
+    count = 0
     while open_rows.numel() and count < vocab_size:
-        count = min(8 * count, vocab_size)
+        count = min(max(128, 8 * count), vocab_size)
         best = logits[open_rows].topk(count, dim=-1).values
         reached = (best - total[open_rows]).exp_().cumsum(dim=-1)
         num_short = (reached < top_p[open_rows]).sum(dim=-1)

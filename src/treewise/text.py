@@ -132,10 +132,10 @@ class Detokenizer:
         return copy
 
     def completes(self, token: int) -> bool:
-        """Whether `token` would complete a stop string."""
+        """Whether `token` would complete a stop string now."""
         copy = self.fork()
         copy.push(token)
-        return copy.stopped is not None
+        return copy.stopped is not self.stopped
 
     def _decode(self, data: bytes, final: bool) -> None:
         data = self._pending + data

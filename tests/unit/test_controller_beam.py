@@ -142,12 +142,12 @@ def transformers_beams(network, prompt, eos, params, min_tokens=0):
 def test_beams_equal_transformers(llama, length_penalty, early_stopping):
     network, model = llama
     lengths = set()
-    for eos, width, prompt in itertools.product(([], [7], [3, 11, 19]), (2, 4, 5), ([1, 2, 3], [9, 4], [16])):
+    for eos, width, prompt in itertools.product(([], [7], list(range(1, 24, 2))), (2, 4, 5), ([1, 2, 3], [9, 4], [16])):
         params = BeamSearchParams(width, max_tokens=9, length_penalty=length_penalty, early_stopping=early_stopping)
         expected = transformers_beams(network, prompt, eos, params)
         found = search(model, params, prompt, eos=eos)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-        assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+        assert [score for _, score in found] == pytest.approx([score for _, score in expected], rel=1e-5)
         lengths |= {len(tokens) for tokens, _ in found}
     assert len(lengths) > 1  # texts end early as well as at the limit
 
@@ -158,7 +158,7 @@ def test_min_tokens_equal_transformers(llama):
     expected = transformers_beams(network, PROMPT, [3, 11, 19], params, min_tokens=5)
     found = search(model, params, eos=[3, 11, 19])
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected], rel=1e-5)
 
 
 def test_rank_takes_anything_with_a_logprob_and_a_length():
