@@ -1,1 +1,54 @@
-"""treewise decodes trees."""
+"""treewise decodes trees: prompts that branch, from the program down to the attention kernel.
+
+>>> from treewise import LLM, SamplingParams                                   # doctest: +SKIP
+>>> LLM("smollm2-135m").generate("Once upon", SamplingParams(n=4))             # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treewise.branch import Branch, call, decode, gather, generate, keep, score
+    from treewise.config import BeamSearchParams, SamplingParams
+    from treewise.controller import BeamSearch, Controller, Greedy, Rows, Sample, TreeView
+    from treewise.llm import LLM, RequestsFailed
+
+__version__ = "0.1.0"
+
+# Imported on first use: the command line answers `--help` without loading torch.
+_HOMES = {
+    "treewise.branch": ("Branch", "call", "decode", "gather", "generate", "keep", "score"),
+    "treewise.config": ("BeamSearchParams", "SamplingParams"),
+    "treewise.controller": ("BeamSearch", "Controller", "Greedy", "Rows", "Sample", "TreeView"),
+    "treewise.llm": ("LLM", "RequestsFailed"),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LLM",
+    "BeamSearch",
+    "BeamSearchParams",
+    "Branch",
+    "Controller",
+    "Greedy",
+    "RequestsFailed",
+    "Rows",
+    "Sample",
+    "SamplingParams",
+    "TreeView",
+    "call",
+    "decode",
+    "gather",
+    "generate",
+    "keep",
+    "score",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

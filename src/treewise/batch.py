@@ -1,0 +1,125 @@
+"""The rows of one step: which tokens of which nodes are computed together, and whose logits are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treewise.kv import KVManager, Slots
+from treewise.plan import TreeSpec
+from treewise.tree import Node
+
+
+class Span(NamedTuple):
+    """Consecutive rows of one node: tokens ``start`` to ``end``; ``store`` says whether their keys are new.
+
+    ``owner`` is the tree that asked for them first.
+    """
+
+    node: Node
+    start: int
+    end: int
+    store: bool
+    owner: Hashable
+
+
+@dataclass
+class Batch:
+    """Rows in order of their spans; a row is one token whose query runs in this step.
+
+    A row whose keys are in the pool already is a *query-only* row: it asks again for logits that nobody kept, as a
+    fully cached prompt or a second fork from the same place does. Its own keys go to the scratch slot.
+
+    Attributes
+    ----------
+    spans : list of Span
+    num_rows : int
+    logit_rows : list of int
+        Rows whose logits are wanted, each once however many branches wait for it.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    num_rows: int = 0
+    logit_rows: list[int] = field(default_factory=list)
+    _stored: dict[Node, tuple[int, Span]] = field(default_factory=dict)  # first row of the node's new tokens
+    _asked: dict[tuple[Node, int], int] = field(default_factory=dict)  # row of a query-only token
+    _logits: dict[int, int] = field(default_factory=dict)  # row -> place among the logits
+
+    def computed(self, node: Node) -> int:
+        """How many tokens of `node` have keys once this batch has run."""
+        stored = self._stored.get(node)
+        return node.computed if stored is None else stored[1].end
+
+    def add(self, node: Node, end: int, owner: Hashable) -> None:
+        """Compute the tokens of `node` up to `end` that have no keys yet."""
+        span = Span(node, node.computed, end, True, owner)
+        self._stored[node] = (self.num_rows, span)
+        self._append(span)
+
+    def row(self, node: Node, offset: int) -> int | None:
+        """Return the row that computes token `offset` of `node`, None if no row does."""
+        stored = self._stored.get(node)
+        if stored is not None and stored[1].start <= offset < stored[1].end:
+            return stored[0] + offset - stored[1].start
+        return self._asked.get((node, offset))
+
+    def ask(self, node: Node, offset: int, owner: Hashable) -> int:
+        """Add a query-only row for token `offset` of `node`."""
+        row = self._asked[node, offset] = self.num_rows
+        self._append(Span(node, offset, offset + 1, False, owner))
+        return row
+
+    def want_logits(self, row: int) -> int:
+        """Return where the logits of `row` will stand in the runner's answer."""
+        place = self._logits.setdefault(row, len(self.logit_rows))
+        if place == len(self.logit_rows):
+            self.logit_rows.append(row)
+        return place
+
+    def tokens(self) -> NDArray[np.int64]:
+        """Return the token of each row, int64 [rows]."""
+        return np.array([token for span in self.spans for token in span.node.tokens[span.start : span.end]], np.int64)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Return the logical position of each row, int64 [rows]."""
+        return _concatenate([np.arange(s.node.start + s.start, s.node.start + s.end) for s in self.spans])
+
+    def store_slots(self, kv: KVManager) -> NDArray[np.int64]:
+        """Return the slot that each row's keys go to, int64 [rows]; the scratch slot for query-only rows."""
+        scratch = np.array([kv.pool.scratch_slot], np.int64)
+        return _concatenate([kv.slots(s.node)[s.start : s.end] if s.store else scratch for s in self.spans])
+
+    def tree_spec(self, kv: KVManager) -> tuple[TreeSpec, Slots]:
+        """Return the forest that the rows see, and the slot of each of its tokens.
+
+        Nodes come parents first, each cut to what has keys after this step.
+        """
+        nodes: dict[Node, None] = {}
+        for span in self.spans:
+            node: Node | None = span.node
+            while node is not None and node not in nodes:
+                nodes[node] = None
+                node = node.parent
+        order = sorted(nodes, key=lambda node: (node.start, node.id))
+        place = {node: i for i, node in enumerate(order)}
+        lengths = [self.computed(node) for node in order]
+        spec = TreeSpec(
+            parent=[-1 if node.parent is None else place[node.parent] for node in order],
+            length=lengths,
+            query_node=np.repeat([place[s.node] for s in self.spans], [s.end - s.start for s in self.spans]),
+            query_offset=_concatenate([np.arange(s.start, s.end) for s in self.spans]),
+        )
+        slots = np.concatenate([kv.slots(node)[:length] for node, length in zip(order, lengths, strict=True)])
+        return spec, slots
+
+    def _append(self, span: Span) -> None:
+        self.spans.append(span)
+        self.num_rows += span.end - span.start
+
+
+def _concatenate(parts: list[NDArray[np.int64]] | list[NDArray[np.int32]]) -> NDArray[np.int64]:
+    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)

@@ -1,0 +1,500 @@
+"""Branch handles and awaitable operations: what a program over a tree is written with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from treewise.config import SamplingParams
+from treewise.controller import Controller, Sample
+from treewise.kv import KVManager
+from treewise.sampler import row_key
+from treewise.tree import Node
+
+Result = TypeVar("Result")
+FinishReason = Literal["stop", "length"]
+Candidates = dict[int, tuple[float, int]]
+"""Log-probability and rank of the token at one place and of the likeliest others there."""
+
+
+class Codec(Protocol):
+    """What a tree needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """Return the token ids of `text`."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the UTF-8 bytes that `token` stands for, none for a special token."""
+
+
+class DeadBranchError(RuntimeError):
+    """A branch was used after it had been pruned or its program had ended."""
+
+
+class BranchTree:
+    """The tree of one request: its branches and what they share.
+
+    Parameters
+    ----------
+    kv : KVManager
+    codec : Codec
+    prompt_tokens : sequence of int
+        Never empty.
+    seed : int
+        The random stream of a branch follows from this and the branch's path.
+    order : int
+        Rank of arrival among all requests.
+    """
+
+    def __init__(self, kv: KVManager, codec: Codec, prompt_tokens: Sequence[int], seed: int, order: int) -> None:
+        self.kv = kv
+        self.codec = codec
+        self.prompt_tokens = list(prompt_tokens)
+        self.seed = seed
+        self.order = order
+        self.alive: dict[Branch, None] = {}  # an ordered set
+        known = kv.match(self.prompt_tokens)
+        self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
+        self.root = Branch(self, None, 0, None)
+        if known is not None:
+            self.root.tip = kv.hold(known)
+        given = [None] * len(self.prompt_tokens)
+        self.root.grow(self.prompt_tokens[0 if known is None else known.end :], [], [])
+        self.root.tokens, self.root.logprobs, self.root.candidates = list(self.prompt_tokens), given, given.copy()
+
+    def tips(self) -> Iterator[Node]:
+        """Yield the node in which each live branch ends."""
+        return (branch.tip for branch in self.alive if branch.tip is not None)
+
+    def branches(self) -> Iterator[Branch]:
+        """Yield every branch there ever was, parents first, the pruned ones too."""
+        stack = [self.root]
+        while stack:
+            branch = stack.pop()
+            yield branch
+            stack.extend(reversed(branch.all_children))
+
+    def close(self) -> None:
+        """End the request: every branch lets go of its keys, which stay behind as cached prefixes."""
+        for branch in reversed(list(self.alive)):
+            branch.release("closed", keep=True)
+
+
+class Branch:
+    """A handle on one path of a tree: where it forked off, the tokens since then, and what became of it.
+
+    Attributes
+    ----------
+    parent : Branch or None
+    start : int
+        How many tokens of the path belong to the ancestors.
+    ordinal : int or None
+        The how-manieth child of its parent this is; None for the root and for scratch forks.
+    tokens : list of int
+        Own tokens; the root's begin with the prompt.
+    logprobs : list of (float or None)
+        Log-probability of each own token where the model chose it, None where it was given.
+    candidates : list of (dict or None)
+        For each own token, where they were asked for, the likeliest tokens at its place.
+    logprob : float
+        Sum of the log-probabilities over the whole path.
+    finish_reason : {"stop", "length"} or None
+        Why decoding ended here last.
+    stop_reason : str or int or None
+        The stop string or token that ended it.
+    score : float or None
+        The program's own verdict; shown in drawings.
+    note : Any
+        The program's own data.
+    """
+
+    def __init__(self, tree: BranchTree, parent: Branch | None, start: int, ordinal: int | None) -> None:
+        self.tree = tree
+        self.parent = parent
+        self.start = start
+        self.ordinal = ordinal
+        self.tip: Node | None = None
+        self.tokens: list[int] = []
+        self.logprobs: list[float | None] = []
+        self.candidates: list[Candidates | None] = []
+        self.logprob = 0.0
+        self.all_children: list[Branch] = []
+        self.state: str = "live"
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.hidden_tail = 0  # characters of a stop string at the end of the text
+        self.score: float | None = None
+        self.note: Any = None
+        tree.alive[self] = None
+
+    # ------------------------------------------------------------------ what a program does with it
+
+    def fork(self, n: int = 1, at: int | None = None) -> list[Branch]:
+        """Return `n` new branches that share this path.
+
+        Parameters
+        ----------
+        n : int
+            How many.
+        at : int, optional
+            Share only the first `at` tokens of the path, prompt included; all of it by default. Any token will do.
+
+        Raises
+        ------
+        ValueError
+            If `n` is negative or `at` lies outside the path.
+        DeadBranchError
+            If this branch is no longer alive.
+        """
+        self._require_alive()
+        if n < 0:
+            raise ValueError(f"n: cannot fork {n} times")
+        at = self.num_tokens if at is None else at
+        if not 0 < at <= self.num_tokens:
+            raise ValueError(f"at: {at} is not within the path's 1 to {self.num_tokens} tokens")
+        owner = self
+        while owner.parent is not None and at <= owner.start and (owner is not self or at < self.start):
+            owner = owner.parent
+        new = []
+        for _ in range(n):
+            child = self._child(owner, at, len(owner.all_children))
+            owner.all_children.append(child)
+            new.append(child)
+        return new
+
+    def scratch(self) -> Branch:
+        """Fork a branch that no drawing shows and that leaves the seeds of later forks alone."""
+        self._require_alive()
+        return self._child(self, self.num_tokens, None)
+
+    def append(self, text: str | Sequence[int]) -> Branch:
+        """Put text, tokenised on its own, or token ids at the end of the path; returns the branch itself.
+
+        Raises
+        ------
+        ValueError
+            If a token id is not in the vocabulary of the tokenizer.
+        DeadBranchError
+            If this branch is no longer alive.
+        """
+        self._require_alive()
+        tokens = self.tree.codec.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
+        if tokens:
+            self.finish_reason = self.stop_reason = None
+            self.hidden_tail = 0
+            given = [None] * len(tokens)
+            self.grow(tokens, given, given)
+        return self
+
+    def prune(self, where: str | None = None) -> None:
+        """Give up this branch and all below it; the keys that nobody else needs are free at once.
+
+        Parameters
+        ----------
+        where : str, optional
+            Named to whoever uses the branch afterwards; file and line of the caller by default.
+        """
+        if self.alive:
+            where = _caller() if where is None else where
+            for branch in [*self._descendants(), self]:
+                if branch.alive:
+                    branch.release(f"pruned at {where}", keep=False)
+
+    # ------------------------------------------------------------------ what it knows
+
+    @property
+    def alive(self) -> bool:
+        """Whether the branch was neither pruned nor ended with its program."""
+        return self.state == "live"
+
+    @property
+    def pruned(self) -> bool:
+        """Whether the branch was given up."""
+        return self.state.startswith("pruned")
+
+    @property
+    def finished(self) -> bool:
+        """Whether decoding ended here by itself."""
+        return self.finish_reason is not None
+
+    @property
+    def children(self) -> list[Branch]:
+        """Forks of this branch that were not pruned."""
+        return [child for child in self.all_children if not child.pruned]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the whole path in tokens, prompt included."""
+        return self.start + len(self.tokens)
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Ordinals of the forks from the root down to here."""
+        return tuple(branch.ordinal for branch in self.lineage() if branch.ordinal is not None)
+
+    @property
+    def path_tokens(self) -> list[int]:
+        """All tokens of the path, prompt included."""
+        tokens: list[int] = []
+        for branch in self.lineage():
+            del tokens[branch.start :]
+            tokens += branch.tokens
+        return tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the path below the prompt."""
+        return self.path_tokens[len(self.tree.prompt_tokens) :]
+
+    @property
+    def text(self) -> str:
+        """Text of the path below the prompt, without the stop string that ended it."""
+        return self.decode(self.token_ids)
+
+    @property
+    def new(self) -> str:
+        """Text of the branch's own tokens, without the stop string that ended it."""
+        given = len(self.tree.prompt_tokens) if self.parent is None else 0
+        return self.decode(self.tokens[given:])
+
+    @property
+    def key(self) -> int:
+        """Key of the branch's random stream: follows from the request's seed and the branch's path alone."""
+        return row_key(self.tree.seed, self.path)
+
+    def lineage(self) -> list[Branch]:
+        """Return the branches from the root down to this one."""
+        branch, line = self, [self]
+        while branch.parent is not None:
+            branch = branch.parent
+            line.append(branch)
+        return line[::-1]
+
+    def __repr__(self) -> str:
+        return f"Branch(path={self.path}, state={self.state!r}, new={self.new!r})"
+
+    # ------------------------------------------------------------------ what the engine does with it
+
+    def grow(
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], candidates: Sequence[Candidates | None]
+    ) -> None:
+        """Put tokens with their log-probabilities at the end, in the forest as well."""
+        if not tokens:
+            return
+        tip = self.tree.kv.forest.extend(self.tip, tokens)
+        if tip is not self.tip:
+            self.tree.kv.hold(tip)
+            if self.tip is not None:
+                self.tip.holders -= 1  # it has a child now, so it is in no danger
+            self.tip = tip
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.candidates += candidates
+        self.logprob += sum(logprob for logprob in logprobs if logprob is not None)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens` at the end of the path."""
+        text = b"".join(self.tree.codec.token_bytes(token) for token in tokens).decode("utf-8", "replace")
+        return text[: len(text) - self.hidden_tail] if self.hidden_tail else text
+
+    def release(self, state: str, keep: bool) -> None:
+        """Let go of the keys; `keep` leaves them behind as a cached prefix."""
+        self.state = state
+        del self.tree.alive[self]
+        if self.tip is not None:
+            self.tree.kv.drop(self.tip, keep)
+            self.tip = None
+
+    def _child(self, owner: Branch, at: int, ordinal: int | None) -> Branch:
+        child = Branch(self.tree, owner, at, ordinal)
+        kv = self.tree.kv
+        node = next(node for node in kv.forest.path(self.tip) if at <= node.end)
+        child.tip = kv.hold(kv.cut(node, at - node.start))
+        own = owner.logprobs[: at - owner.start]
+        lost = owner.logprobs[at - owner.start :]
+        assert len(own) + len(lost) == len(owner.tokens)
+        child.logprob = owner.logprob - sum(logprob for logprob in lost if logprob is not None)
+        return child
+
+    def _descendants(self) -> list[Branch]:
+        """Return the branches below, children before parents."""
+        below, stack = [], list(self.all_children)
+        while stack:
+            branch = stack.pop()
+            below.append(branch)
+            stack.extend(branch.all_children)
+        return below[::-1]
+
+    def _require_alive(self) -> None:
+        if self.state != "live":
+            raise DeadBranchError(f"branch {self.path} is not alive: {self.state}")
+
+
+def keep(branches: Sequence[Branch], values: Sequence[float], k: int) -> list[Branch]:
+    """Keep the `k` branches of the highest values, best first, and prune the rest; ties keep their order.
+
+    The values are recorded as the branches' scores.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many values as branches, or `k` is negative.
+    """
+    if len(branches) != len(values):
+        raise ValueError(f"values: {len(values)} values for {len(branches)} branches")
+    if k < 0:
+        raise ValueError(f"k: cannot keep {k} branches")
+    for branch, value in zip(branches, values, strict=True):
+        branch.score = float(value)
+    ranked = sorted(range(len(branches)), key=lambda i: -values[i])
+    for i in ranked[k:]:
+        branches[i].prune()
+    return [branches[i] for i in ranked[:k]]
+
+
+# ---------------------------------------------------------------------- awaitable operations
+
+
+class Operation(Awaitable[Result], Generic[Result]):
+    """Something a program awaits and the engine carries out."""
+
+    def __await__(self) -> Generator[Operation[Result], Result, Result]:
+        """Hand the operation to the engine and wait for its result."""
+        return (yield self)
+
+
+class Decode(Operation[list[Branch]]):
+    """Decode below `branches` as `controller` decides."""
+
+    def __init__(self, branches: Iterable[Branch], controller: Controller) -> None:
+        self.branches = _living(branches)
+        self.controller = controller
+
+
+class Observe(Operation[list[list[Candidates]]]):
+    """Log-probabilities of tokens that stand on the paths of `branches` already.
+
+    For each branch, one entry a position from ``starts[i]`` (at least 1) to its end: the token there and the `top`
+    likeliest.
+    """
+
+    def __init__(self, branches: Iterable[Branch], starts: Sequence[int], top: int = 0) -> None:
+        self.branches = _living(branches)
+        self.starts = list(starts)
+        self.top = top
+
+
+class Call(Operation[Any]):
+    """Run a function in a worker thread."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function = function
+        self.arguments = arguments
+
+
+class Gather(Operation[list[Any]]):
+    """Run coroutines side by side."""
+
+    def __init__(self, coroutines: tuple[Coroutine[Any, Any, Any], ...]) -> None:
+        self.coroutines = coroutines
+
+
+def decode(branches: Iterable[Branch], controller: Controller) -> Decode:
+    """Decode token by token below `branches` until `controller` stops or no leaf is left.
+
+    Returns
+    -------
+    awaitable of list of Branch
+        The leaves, finished or not, in depth-first order.
+    """
+    return Decode(branches, controller)
+
+
+def generate(branches: Iterable[Branch], params: SamplingParams | None = None) -> Decode:
+    """Let each of `branches` go on by itself; the same as ``decode(branches, Sample(params))``.
+
+    Raises
+    ------
+    ValueError
+        If ``params.n`` is not 1: fork the branches instead.
+    """
+    params = SamplingParams() if params is None else params
+    if params.n != 1:
+        raise ValueError(f"n: {params.n} continuations of a branch are branch.fork({params.n})")
+    return Decode(branches, Sample(params))
+
+
+async def score(branches: Iterable[Branch], prompt: str, choices: Sequence[str]) -> list[list[float]]:
+    """Rate each branch by how likely each of `choices` is after the branch's path and `prompt`.
+
+    Prompt and choices are tokenised on their own. They stand on scratch forks, so every prefix's keys are shared and
+    nothing of it remains.
+
+    Returns
+    -------
+    list of list of float
+        Summed log-probability of each choice [branches][choices].
+
+    Raises
+    ------
+    ValueError
+        If a choice is empty text.
+    """
+    branches = _living(branches)
+    asked: list[Branch] = []
+    ends: list[Branch] = []
+    try:
+        for branch in branches:
+            question = branch.scratch().append(prompt)
+            asked.append(question)
+            for choice in choices:
+                end = question.scratch().append(choice)
+                asked.append(end)
+                ends.append(end)
+                if not end.tokens:
+                    raise ValueError(f"choices: {choice!r} has no tokens to score")
+        observed = await Observe(ends, [end.start for end in ends])
+    finally:
+        for scratch in reversed(asked):
+            if scratch.alive:
+                scratch.release("scratch", keep=False)
+    sums = [
+        sum(position[token][0] for position, token in zip(positions, end.tokens, strict=True))
+        for positions, end in zip(observed, ends, strict=True)
+    ]
+    return [sums[i * len(choices) : (i + 1) * len(choices)] for i in range(len(branches))]
+
+
+def call(function: Callable[..., Result], *arguments: Any) -> Operation[Result]:
+    """Run a blocking function, such as a reward model, in a worker thread while other trees keep decoding."""
+    return Call(function, arguments)
+
+
+def gather(*coroutines: Coroutine[Any, Any, Any]) -> Operation[list[Any]]:
+    """Run coroutines of this program side by side; their results in order."""
+    return Gather(coroutines)
+
+
+def _living(branches: Iterable[Branch]) -> list[Branch]:
+    branches = [branches] if isinstance(branches, Branch) else list(branches)
+    for branch in branches:
+        if not isinstance(branch, Branch):
+            raise ValueError(f"branches: {branch!r} is not a Branch")
+        branch._require_alive()
+    if len(set(branches)) != len(branches):
+        raise ValueError("branches: the same branch is named twice; fork it instead")
+    return branches
+
+
+def _computed_tokens(kv: KVManager, tip: Node) -> int:
+    return sum(node.computed for node in kv.forest.path(tip))
+
+
+def _caller() -> str:
+    """Return file and line of the innermost frame outside this package."""
+    frame = sys._getframe(1)
+    package = __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,296 @@
+"""The step loop, and nothing else."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import count
+from time import perf_counter
+from typing import Any, cast
+
+from torch import Tensor
+
+from treewise.batch import Batch
+from treewise.branch import Branch, BranchTree, Call, Codec, Decode, Gather, Observe, Operation
+from treewise.kv import KVManager
+from treewise.operations import DecodeRun, Event, InvalidLogits, Limits, ObserveRun, Run, Task
+from treewise.results import Usage
+from treewise.runner import Plans, Runner
+from treewise.sampler import row_key
+from treewise.scheduler import Delivery, PoolTooSmall, Scheduler
+
+Program = Callable[[Branch], Coroutine[Any, Any, Any]]
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and the program that runs over its tree.
+
+    Attributes
+    ----------
+    id : int
+    tree : BranchTree
+    done : bool
+        Whether the program has ended, with `result` or with `error`.
+    """
+
+    id: int
+    tree: BranchTree
+    started: float
+    done: bool = False
+    result: Any = None
+    error: BaseException | None = None
+    steps: int = 0
+    rows: int = 0
+    kv_bytes_read: int = 0
+    kv_bytes_per_sequence: int = 0
+    seconds: float = 0.0
+
+    def usage(self) -> Usage:
+        """Return what the request has cost so far."""
+        given = len(self.tree.prompt_tokens)
+        return Usage(
+            prompt_tokens=given,
+            completion_tokens=sum(
+                sum(logprob is not None for logprob in branch.logprobs) for branch in self.tree.branches()
+            ),
+            steps=self.steps,
+            rows=self.rows,
+            kv_bytes_read=self.kv_bytes_read,
+            kv_bytes_per_sequence=self.kv_bytes_per_sequence,
+            seconds=self.seconds,
+            cached_tokens=min(self.tree.cached_tokens, given),
+        )
+
+
+class Engine:
+    """Runs programs over trees, all of them in one batch a step.
+
+    Parameters
+    ----------
+    runner : Runner
+    kv : KVManager
+    codec : Codec
+    limits : Limits
+    max_num_rows : int
+        The most rows of one step.
+    seed : int
+        Requests without a seed of their own draw theirs from this and their rank of arrival.
+    """
+
+    def __init__(
+        self, runner: Runner, kv: KVManager, codec: Codec, limits: Limits, max_num_rows: int, seed: int
+    ) -> None:
+        self.runner = runner
+        self.kv = kv
+        self.codec = codec
+        self.limits = limits
+        self.scheduler = Scheduler(kv, max_num_rows)
+        self.seed = seed
+        self.requests: dict[BranchTree, Request] = {}
+        self.runs: list[Run] = []
+        self.num_steps = 0
+        self._ids = count()
+        self._ready: deque[tuple[Task, Any, BaseException | None]] = deque()
+        self._calls: dict[Future[Any], Task] = {}
+        self._workers = ThreadPoolExecutor(4, thread_name_prefix="treewise-call")
+
+    def add(self, program: Program, prompt_tokens: Sequence[int], seed: int | None = None) -> Request:
+        """Start `program` on a new tree whose root holds `prompt_tokens`.
+
+        Raises
+        ------
+        ValueError
+            If the prompt is empty, longer than the context or too large for the KV pool; nothing was started then.
+        """
+        if not prompt_tokens:
+            raise ValueError("prompt: it has no tokens, and this model puts none in front by itself")
+        if len(prompt_tokens) > self.limits.max_model_len:
+            raise ValueError(f"prompt: {len(prompt_tokens)} tokens exceed max_model_len={self.limits.max_model_len}")
+        if len(prompt_tokens) >= self.kv.num_slots:
+            raise ValueError(f"prompt: {len(prompt_tokens)} tokens do not fit the KV pool of {self.kv.num_slots} slots")
+        request_id = next(self._ids)
+        seed = row_key(self.seed, (request_id,)) if seed is None else seed
+        tree = BranchTree(self.kv, self.codec, prompt_tokens, seed, request_id)
+        request = self.requests[tree] = Request(request_id, tree, perf_counter())
+        task = Task(tree, program(tree.root), lambda result, error: self._finish(request, result, error))
+        self._ready.append((task, None, None))
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End `request` now; its keys stay behind as cached prefixes. Nothing happens when it has ended already."""
+        if not request.done:
+            for task in self._tasks(request.tree):
+                self._forget(task)
+            self._finish(request, None, RuntimeError("the request was aborted"))
+
+    def step(self) -> list[Event]:
+        """Run the programs up to their next operations, and one forward for everything they wait for.
+
+        Returns
+        -------
+        list of Event
+            The text that branches gained.
+        """
+        self._run_programs()
+        waiting = {lane: run for run in self.runs for lane in run.lanes()}
+        try:
+            batch, deliveries = self.scheduler.next_batch(list(waiting), list(self.requests))
+        except PoolTooSmall as error:
+            self._fail(cast(BranchTree, error.tenant), error)
+            return []
+        if batch.num_rows:
+            plans = self.runner.plan(batch, self.kv)
+            logits = self.runner.forward(batch, plans, self.kv)
+            self.scheduler.commit(batch)
+            self._count(batch, plans, deliveries)
+            for delivery in deliveries:
+                self._deliver(waiting[delivery.lane], delivery, logits)
+        elif self._calls and not self._ready:
+            wait(self._calls, return_when=FIRST_COMPLETED)
+        return self._advance()
+
+    def run(self) -> None:
+        """Step until every request has ended."""
+        while self.requests:
+            self.step()
+
+    def check_integrity(self) -> None:
+        """Verify the forest and the pool; when nothing runs, that nobody holds anything either.
+
+        Raises
+        ------
+        AssertionError
+            If an invariant is broken; this is a fault of ours, never of the user's input.
+        """
+        self.kv.check_integrity()
+        holders = sum(node.holders for node in self.kv.forest)
+        living = sum(len(list(tree.tips())) for tree in self.requests)
+        assert holders == living, f"{holders} holds for {living} live branches"
+
+    # ------------------------------------------------------------------ programs
+
+    def _run_programs(self) -> None:
+        """Resume every program whose operation is over until all wait for logits or for a function."""
+        for future in [future for future in self._calls if future.done()]:
+            error = future.exception()
+            self._ready.append((self._calls.pop(future), None if error else future.result(), error))
+        while self._ready:
+            task, value, error = self._ready.popleft()
+            operation = task.resume(value, error)
+            if operation is not None:
+                try:
+                    self._start(task, operation)
+                except ValueError as mistake:
+                    self._ready.append((task, None, mistake))
+
+    def _start(self, task: Task, operation: Operation[Any]) -> None:
+        match operation:
+            case Decode() | Observe():
+                if any(branch.tree is not task.tree for branch in operation.branches):
+                    raise ValueError("branches: a program can decode the branches of its own tree only")
+                if isinstance(operation, Decode):
+                    self.runs.append(DecodeRun(task, operation, self.limits))
+                else:
+                    self.runs.append(ObserveRun(task, operation))
+                self._settle()
+            case Call():
+                self._calls[self._workers.submit(operation.function, *operation.arguments)] = task
+            case Gather():
+                self._gather(task, operation)
+
+    def _gather(self, task: Task, operation: Gather) -> None:
+        """Start the coroutines; the first error ends the others and is the gathering program's."""
+        waiting = len(operation.coroutines)
+        results: list[Any] = [None] * waiting
+        children: list[Task] = []
+
+        def finish(i: int, result: Any, error: BaseException | None) -> None:
+            nonlocal waiting
+            waiting -= 1
+            results[i] = result
+            if error is not None and waiting >= 0:
+                waiting = -1  # nobody else may answer
+                for child in children:
+                    self._forget(child)
+                self._ready.append((task, None, error))
+            elif waiting == 0:
+                self._ready.append((task, results, None))
+
+        for i, coroutine in enumerate(operation.coroutines):
+            children.append(Task(task.tree, coroutine, lambda r, e, i=i: finish(i, r, e), task))
+            self._ready.append((children[-1], None, None))
+        if not children:
+            self._ready.append((task, [], None))
+
+    def _tasks(self, tree: BranchTree) -> list[Task]:
+        """Return the tasks of a tree that wait for something."""
+        waiting = [run.task for run in self.runs] + list(self._calls.values()) + [ready[0] for ready in self._ready]
+        return [task for task in waiting if task.tree is tree]
+
+    def _forget(self, task: Task) -> None:
+        """Stop waiting for anything on behalf of `task` and what it gathers."""
+        for other in self._tasks(task.tree):
+            if other.belongs_to(task):
+                other.coroutine.close()
+        self.runs = [run for run in self.runs if not run.task.belongs_to(task)]
+        self._calls = {future: other for future, other in self._calls.items() if not other.belongs_to(task)}
+        self._ready = deque(ready for ready in self._ready if not ready[0].belongs_to(task))
+
+    def _fail(self, tree: BranchTree, error: BaseException) -> None:
+        """Raise `error` in everything that waits for logits of `tree`."""
+        for run in [run for run in self.runs if run.task.tree is tree]:
+            self.runs.remove(run)
+            self._ready.append((run.task, None, error))
+
+    def _finish(self, request: Request, result: Any, error: BaseException | None) -> None:
+        request.done, request.result, request.error = True, result, error
+        request.seconds = perf_counter() - request.started
+        request.tree.close()
+        del self.requests[request.tree]
+
+    # ------------------------------------------------------------------ logits
+
+    def _deliver(self, run: Run, delivery: Delivery, logits: Tensor) -> None:
+        try:
+            run.deliver(delivery.lane, delivery.start, logits[delivery.places])
+        except InvalidLogits as error:
+            self._fail(run.task.tree, error)
+
+    def _advance(self) -> list[Event]:
+        """Let every run that has all its logits take its step."""
+        events: list[Event] = []
+        for run in [run for run in self.runs if not run.lanes()]:
+            try:
+                events += run.advance()
+            except Exception as error:  # a controller is the user's code: its program hears of it, nobody else does
+                self.runs.remove(run)
+                self._ready.append((run.task, None, error))
+        self._settle()
+        return events
+
+    def _settle(self) -> None:
+        """Give their results to the programs whose runs are over."""
+        for run in list(self.runs):
+            if (result := run.result()) is not None:
+                self.runs.remove(run)
+                self._ready.append((run.task, result, None))
+
+    def _count(self, batch: Batch, plans: Plans, deliveries: list[Delivery]) -> None:
+        """Charge the step to the trees that had rows in it, each in proportion."""
+        self.num_steps += 1
+        rows: dict[BranchTree, int] = {}
+        for span in batch.spans:
+            tree = cast(BranchTree, span.owner)
+            rows[tree] = rows.get(tree, 0) + span.end - span.start
+        bytes_read = self.runner.kv_bytes(plans)
+        for tree, number in rows.items():
+            request = self.requests[tree]
+            request.steps += 1
+            request.rows += number
+            request.kv_bytes_read += round(bytes_read * number / batch.num_rows)
+        for delivery in deliveries:
+            alone = self.runner.kv_bytes_of_path(delivery.lane.wanted)
+            self.requests[cast(BranchTree, delivery.lane.tenant)].kv_bytes_per_sequence += alone

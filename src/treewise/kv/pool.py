@@ -1,0 +1,70 @@
+"""The slot interface: what every pool promises to the KV manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treewise.tree import Node
+
+Slots = NDArray[np.int32]
+
+
+class OutOfSlots(Exception):
+    """The pool has no room for the slots asked for; nothing was changed."""
+
+
+class Copy(NamedTuple):
+    """Keys and values that must move before the next forward: slot ``source[i]`` to slot ``target[i]``."""
+
+    source: Slots
+    target: Slots
+
+
+class SlotPool(Protocol):
+    """Gives each node of the forest a slot a token; knows nothing of the tensors that lie behind the slots.
+
+    Attributes
+    ----------
+    num_slots : int
+        Slots of the key and value tensors, the scratch slots included.
+    scratch_slot : int
+        A slot that no token ever owns; rows whose keys need no place write there.
+    page_size : int
+        Tokens of a node whose slots follow each other without a gap are promised in runs of this many.
+    """
+
+    num_slots: int
+    scratch_slot: int
+    page_size: int
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nothing uses."""
+
+    def extend(self, node: Node, length: int) -> None:
+        """See to it that the first `length` tokens of `node` have slots.
+
+        Raises
+        ------
+        OutOfSlots
+            If the pool cannot; nothing was changed then.
+        """
+
+    def slots(self, node: Node) -> Slots:
+        """Return the slots of `node`'s tokens, as many as it was extended to; a view that the next change ends."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Follow `Forest.split`: the first ``len(upper.tokens)`` slots of `lower` pass to `upper`."""
+
+    def release(self, node: Node) -> None:
+        """Take back every slot that only `node` uses."""
+
+    def take_copies(self) -> list[Copy]:
+        """Return the moves that extensions made necessary since the last call, in order."""
+
+    def check_integrity(self, nodes: Iterable[Node]) -> None:
+        """Verify that the pool's records are what `nodes` own, no more and no less."""

@@ -1,0 +1,334 @@
+"""The offline facade: `generate`, `chat`, `beam_search`, `run(program)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from treewise.branch import Branch, Candidates, Observe, decode, generate, keep
+from treewise.config import BeamSearchParams, SamplingParams
+from treewise.controller import BeamSearch
+from treewise.engine import Engine, Request
+from treewise.kv import KVManager, make_pool
+from treewise.models import Tokenizer, load_model
+from treewise.operations import Limits
+from treewise.outputs import completion, draw, logprobs
+from treewise.results import ProgramOutput, RequestOutput, Tree
+from treewise.runner import Runner
+from treewise.sampler import row_key
+from treewise.tree import Forest
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+Message = dict[str, str]
+"""One turn of a conversation: ``{"role": ..., "content": ...}``."""
+
+CPU_POOL_BYTES = 2 << 30
+GPU_POOL_SHARE = 0.85
+
+
+class RequestsFailed(ValueError):
+    """Some of several requests failed; the others have completed.
+
+    Attributes
+    ----------
+    errors : dict of int to BaseException
+        By place among the prompts.
+    outputs : list
+        One output a prompt, None where it failed.
+    """
+
+    def __init__(self, errors: dict[int, BaseException], outputs: list[Any]) -> None:
+        super().__init__("; ".join(f"prompts[{i}]: {error}" for i, error in errors.items()))
+        self.errors = errors
+        self.outputs = outputs
+
+
+class LLM:
+    """A language model that decodes trees.
+
+    Parameters
+    ----------
+    model : str
+        A built-in name (``"smollm2-135m"``), a Transformers folder, a GGUF file or a hub id.
+    attention : str
+        ``"auto"`` or a method of `treewise.attention.METHODS`, such as ``"deft:flatten"``.
+    dtype : str
+        ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``; of weights, keys and values alike.
+    device : str
+        ``"auto"``, ``"cpu"``, ``"cuda"``.
+    pool : {"paged", "contiguous"}
+        How the slots of keys and values are managed.
+    page_size : int
+        Tokens a page of the paged pool: 1, 16, 32 or 64.
+    max_model_len : int, optional
+        The most tokens of a path, prompt included; the model's own limit by default.
+    max_num_rows : int
+        The most rows of one step; longer prompts are taken in chunks.
+    num_kv_slots : int, optional
+        Tokens that the pool can hold; by default what fits in 2 GiB, on a GPU in 85 % of its free memory.
+    enable_prefix_caching : bool
+        Keep the keys of ended requests and share them by prefix.
+    seed : int
+        Of all requests that have no seed of their own.
+
+    Examples
+    --------
+    >>> llm = LLM("smollm2-135m")                                              # doctest: +SKIP
+    >>> [answer] = llm.chat([{"role": "user", "content": "Name a colour."}])   # doctest: +SKIP
+    >>> answer.outputs[0].text                                                 # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        attention: str = "auto",
+        dtype: str = "auto",
+        device: str = "auto",
+        pool: str = "paged",
+        page_size: int = 16,
+        max_model_len: int | None = None,
+        max_num_rows: int = 1024,
+        num_kv_slots: int | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if max_num_rows < 1:
+            raise ValueError(f"max_num_rows: {max_num_rows} rows a step are too few; at least 1")
+        self.model_name = model
+        causal_lm, self.tokenizer = load_model(model, dtype=dtype, device=device)
+        config = causal_lm.config
+        if max_model_len is not None and not 0 < max_model_len <= config.max_positions:
+            raise ValueError(f"max_model_len: {max_model_len} is not within 1 to the model's {config.max_positions}")
+        self.max_model_len = config.max_positions if max_model_len is None else max_model_len
+        if num_kv_slots is None:
+            num_kv_slots = self._default_slots(causal_lm, page_size)
+        slots = make_pool(pool, num_kv_slots, page_size)
+        runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size)
+        self.engine = Engine(
+            runner,
+            KVManager(Forest(), slots, enable_prefix_caching),
+            self.tokenizer,
+            Limits(self.tokenizer.eos_token_ids, self.max_model_len),
+            max_num_rows,
+            seed,
+        )
+
+    # ------------------------------------------------------------------ what a user calls
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete each prompt ``params.n`` times; all of it is one batch.
+
+        Parameters
+        ----------
+        prompts : str, list of int, or list of these
+            Text or token ids.
+        params : SamplingParams or list of them, optional
+            One for all prompts, or one each.
+
+        Raises
+        ------
+        ValueError
+            If a single prompt is bad.
+        RequestsFailed
+            If some of several requests failed; it carries the outputs of the others.
+        """
+        prompts = _listed(prompts)
+        each = _one_each(SamplingParams() if params is None else params, len(prompts))
+        programs = [lambda root, own=own: _sample(root, own) for own in each]
+        requests = self._submit(prompts, programs, [own.seed for own in each])
+        self.engine.run()
+        return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, formatted by the model's chat template.
+
+        Raises
+        ------
+        ValueError
+            If the model has no chat template or the template refuses the messages.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([self.tokenizer.apply_chat_template(turns) for turns in conversations], params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the text of one completion as it grows; the pieces join to what `generate` returns.
+
+        Raises
+        ------
+        ValueError
+            If the prompt is bad, or ``params.n`` is not 1.
+        """
+        params = SamplingParams() if params is None else params
+        if params.n != 1:
+            raise ValueError(f"n: a stream is one completion, not {params.n}")
+        [request] = self._submit([prompt], [lambda root: _sample(root, params)], [params.seed])
+        try:
+            while not (isinstance(request, BaseException) or request.done):
+                for event in self.engine.step():
+                    if event.branch.tree is request.tree and event.text:
+                        yield event.text
+        finally:
+            if isinstance(request, Request):
+                self.engine.abort(request)
+        error = request if isinstance(request, BaseException) else request.error
+        if error is not None:
+            raise error
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """Search the likeliest completions with ``params.beam_width`` beams, as Transformers does.
+
+        The outputs are the best hypotheses, best first; their branches' scores are length-penalised.
+        """
+        prompts = _listed(prompts)
+        requests = self._submit(prompts, [lambda root: beam_search(root, params)] * len(prompts), [None] * len(prompts))
+        self.engine.run()
+        return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
+
+    def run(
+        self,
+        program: Callable[..., Coroutine[Any, Any, Any]],
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> list[ProgramOutput]:
+        """Run ``program(root, **kwargs)`` over a tree for each prompt, all trees in one batch.
+
+        Parameters
+        ----------
+        program : async function
+            Takes the root `Branch`; see `treewise.branch` for what it can await.
+        prompts : str, list of int, or list of these
+        seed : int, optional
+            The same seed gives the same trees.
+        """
+        prompts = _listed(prompts)
+        seeds = [None if seed is None else row_key(seed, (i,)) for i in range(len(prompts))]
+        requests = self._submit(prompts, [lambda root: program(root, **kwargs)] * len(prompts), seeds)
+        self.engine.run()
+        return self._collect(requests, lambda i, request: self._program_output(request, program.__name__))
+
+    # ------------------------------------------------------------------ requests
+
+    def _submit(
+        self, prompts: Sequence[Prompt], programs: Sequence[Any], seeds: Sequence[int | None]
+    ) -> list[Request | BaseException]:
+        """Start what can be started; the error of each prompt that cannot."""
+        started: list[Request | BaseException] = []
+        for prompt, program, seed in zip(prompts, programs, seeds, strict=True):
+            try:
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+                started.append(self.engine.add(program, tokens, seed))
+            except ValueError as error:
+                started.append(error)
+        return started
+
+    def _collect(self, requests: Sequence[Request | BaseException], output: Callable[[int, Request], Any]) -> list[Any]:
+        errors: dict[int, BaseException] = {}
+        outputs: list[Any] = []
+        for i, request in enumerate(requests):
+            error = request if isinstance(request, BaseException) else request.error
+            if error is not None:
+                errors[i] = error
+            outputs.append(None if isinstance(request, BaseException) or error else output(i, request))
+        if len(requests) == 1 and errors:
+            raise errors[0]
+        if errors:
+            raise RequestsFailed(errors, outputs)
+        return outputs
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        size = self.tokenizer.vocab_size
+        for token in tokens:
+            if not isinstance(token, int) or not 0 <= token < size:
+                raise ValueError(f"prompt: {token!r} is not a token id of this model (0 to {size - 1})")
+        return list(tokens)
+
+    def _default_slots(self, model: Any, page_size: int) -> int:
+        config = model.config
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+        if model.device.type == "cuda":
+            room = int(torch.cuda.mem_get_info(model.device)[0] * GPU_POOL_SHARE)
+        else:
+            room = CPU_POOL_BYTES
+        return max(room // per_token // page_size, 2) * page_size
+
+    # ------------------------------------------------------------------ results
+
+    def _request_output(self, prompt: Prompt, request: Request) -> RequestOutput:
+        prompt_candidates, branches = request.result
+        prompt_logprobs = None
+        if prompt_candidates is not None:
+            prompt_logprobs = [None, *(logprobs(candidates, self.tokenizer) for candidates in prompt_candidates)]
+        return RequestOutput(
+            request_id=request.id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=request.tree.prompt_tokens,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[completion(i, branch) for i, branch in enumerate(branches)],
+            tree=self._tree(request, branches[0] if branches else None, "generate"),
+        )
+
+    def _program_output(self, request: Request, name: str) -> ProgramOutput:
+        value = request.result
+        best = value
+        while isinstance(best, list | tuple) and best:
+            best = best[0]
+        best = best if isinstance(best, Branch) else None
+        leaves = [b for b in request.tree.branches() if not b.pruned and not b.children and b.parent is not None]
+        return ProgramOutput(
+            value=value,
+            best=None if best is None else completion(0, best),
+            outputs=[completion(i, branch) for i, branch in enumerate(leaves)],
+            tree=self._tree(request, best, name),
+        )
+
+    def _tree(self, request: Request, best: Branch | None, strategy: str) -> Tree:
+        nodes, ends = draw(request.tree)
+        return Tree(
+            nodes, request.usage(), None if best is None else ends.get(best), strategy=strategy, model=self.model_name
+        )
+
+
+async def beam_search(root: Branch, params: BeamSearchParams) -> tuple[None, list[Branch]]:
+    """Decode beams below `root`; the best hypotheses, best first, their scores set."""
+    controller = BeamSearch(params)
+    leaves = await decode(root.fork(), controller)
+    scores = [controller.score(leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens) for leaf in leaves]
+    return None, keep(leaves, scores, params.beam_width)
+
+
+async def _sample(root: Branch, params: SamplingParams) -> tuple[list[Candidates] | None, list[Branch]]:
+    """Score the prompt if asked, then complete it ``params.n`` times."""
+    prompt = None
+    if params.prompt_logprobs is not None:
+        [prompt] = await Observe([root], [1], params.prompt_logprobs)
+    return prompt, await generate(root.fork(params.n), replace(params, n=1))
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt or several as a list."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"params: {len(params)} for {count} prompts; give one, or one each")
+    return list(params)

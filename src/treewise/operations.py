@@ -1,0 +1,347 @@
+"""Operations under way: what each waits for, and what it makes of the logits it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from treewise.branch import Branch, BranchTree, Candidates, Decode, Observe, Operation
+from treewise.controller import Leaf, TreeView
+from treewise.sampler import invalid_rows, log_probs, top_log_probs
+from treewise.scheduler import Lane
+from treewise.text import Detokenizer
+
+
+class InvalidLogits(RuntimeError):
+    """The model gave logits that are not numbers; only the request that they belong to fails."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends every branch, whatever its controller thinks.
+
+    Attributes
+    ----------
+    eos_token_ids : frozenset of int
+    max_model_len : int
+        The most tokens a path may have.
+    """
+
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """Text that `branch` gained in a step and that no later token can take back."""
+
+    branch: Branch
+    text: str
+
+
+class Task:
+    """A coroutine of a program and what to do with its result.
+
+    Parameters
+    ----------
+    tree : BranchTree
+    coroutine : coroutine
+    done : callable
+        Called once with ``(result, None)`` or ``(None, error)``.
+    parent : Task, optional
+        The task that gathers this one.
+    """
+
+    def __init__(
+        self,
+        tree: BranchTree,
+        coroutine: Coroutine[Any, Any, Any],
+        done: Callable[[Any, BaseException | None], None],
+        parent: Task | None = None,
+    ) -> None:
+        self.tree = tree
+        self.coroutine = coroutine
+        self.done = done
+        self.parent = parent
+
+    def belongs_to(self, task: Task) -> bool:
+        """Whether this is `task` or was started by it."""
+        current: Task | None = self
+        while current is not None and current is not task:
+            current = current.parent
+        return current is task
+
+    def resume(self, value: Any, error: BaseException | None) -> Operation[Any] | None:
+        """Run the coroutine up to its next operation; None when it has ended."""
+        while True:
+            try:
+                yielded = self.coroutine.send(value) if error is None else self.coroutine.throw(error)
+            except StopIteration as stop:
+                self.done(stop.value, None)
+                return None
+            except Exception as failure:
+                self.done(None, failure)
+                return None
+            if isinstance(yielded, Operation):
+                return yielded
+            value, error = (
+                None,
+                TypeError(
+                    f"a program awaits treewise operations only, not {type(yielded).__name__}; "
+                    "run blocking code as `await call(function, ...)`"
+                ),
+            )
+
+
+class Run(Protocol):
+    """An operation under way."""
+
+    task: Task
+
+    def lanes(self) -> list[Lane]:
+        """Return the paths whose logits are still awaited; empty when the run can advance."""
+
+    def deliver(self, lane: Lane, start: int, logits: Tensor) -> None:
+        """Take the logits at positions ``start``, … of a lane, float32 [positions, vocabulary]."""
+
+    def advance(self) -> list[Event]:
+        """Take the step that all lanes were waiting for."""
+
+    def result(self) -> Any:
+        """Return what the program gets, or None while the run goes on."""
+
+
+class DecodeRun:
+    """Decodes leaves token by token under a controller.
+
+    Parameters
+    ----------
+    task : Task
+    operation : Decode
+    limits : Limits
+    """
+
+    def __init__(self, task: Task, operation: Decode, limits: Limits) -> None:
+        self.task = task
+        self.controller = operation.controller
+        self.stopping = operation.controller.stopping
+        self.limits = limits
+        self.num_decoded: dict[Branch, int] = {}  # of each leaf, in this operation; also the set of all leaves
+        self.place: dict[Branch, int] = {}  # which of the operation's branches a leaf descends from
+        self.logprob: dict[Branch, float] = {}  # of a leaf's path where this operation began
+        self.texts: dict[Branch, Detokenizer] = {}
+        self.finished: list[Branch] = []
+        self.leaves: list[Branch] = []
+        self.depth = 0
+        self.stopped = False
+        self._lanes: dict[Lane, Branch] = {}
+        self._logits: dict[Branch, Tensor] = {}
+        stopping = self.stopping
+        for i, branch in enumerate(operation.branches):
+            branch.finish_reason, branch.stop_reason, branch.hidden_tail = None, None, 0
+            self.num_decoded[branch] = 0
+            self.place[branch] = i
+            self.logprob[branch] = branch.logprob
+            self.texts[branch] = Detokenizer(
+                branch.tree.codec, stopping.stop, stopping.include_stop_str_in_output, stopping.min_tokens
+            )
+            self._file(branch)
+        self._await_logits()
+
+    def lanes(self) -> list[Lane]:
+        """See `Run.lanes`."""
+        return [lane for lane, leaf in self._lanes.items() if leaf.alive and not lane.done]
+
+    def deliver(self, lane: Lane, start: int, logits: Tensor) -> None:
+        """See `Run.deliver`."""
+        self._logits[self._lanes[lane]] = logits[0]
+
+    def advance(self) -> list[Event]:
+        """See `Run.advance`."""
+        self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
+        if not self.leaves:
+            return []
+        logits = torch.stack([self._logits[leaf] for leaf in self.leaves])
+        if invalid_rows(logits).any():
+            raise InvalidLogits("the model's logits are not numbers")
+        view = TreeView(
+            leaves=[self._leaf(leaf) for leaf in self.leaves],
+            logits=logits,
+            depth=self.depth,
+            finished=[self._leaf(leaf) for leaf in self.finished],
+            eos_token_ids=self.limits.eos_token_ids,
+        )
+        logprobs = log_probs(logits)
+        rows = self.controller.step(view, logprobs)
+        if rows is None:
+            self.stopped = True
+            return []
+        try:
+            pairs = rows.pairs(*logprobs.shape)
+        except ValueError as error:
+            raise ValueError(f"{type(self.controller).__name__}: {error}") from None
+        return self._commit([parent for parent, _ in pairs], [token for _, token in pairs], logprobs)
+
+    def result(self) -> list[Branch] | None:
+        """See `Run.result`."""
+        if self.leaves and not self.stopped:
+            return None
+        leaves = [leaf for leaf in [*self.finished, *self.leaves] if leaf.alive]
+        return sorted(leaves, key=lambda leaf: (self.place[leaf], leaf.path))
+
+    def _commit(self, parents: list[int], tokens: list[int], logprobs: Tensor) -> list[Event]:
+        """Extend, branch and prune the leaves as the controller's rows say."""
+        self.depth += 1
+        old, self.leaves = self.leaves, []
+        uses = [parents.count(i) for i in range(len(old))]
+        chosen = logprobs[parents, tokens].tolist()
+        candidates = self._candidates(logprobs, parents, tokens)
+        # All forks come before any leaf grows: a fork must end where its parent ended.
+        grown = [old[i] if uses[i] == 1 else self._fork(old[i]) for i in parents]
+        for i, leaf in enumerate(old):
+            if uses[i] == 0:
+                leaf.prune(f"{type(self.controller).__name__} step {self.depth}")
+            if uses[i] != 1:
+                self._forget(leaf)
+        events = []
+        for leaf, token, logprob, best in zip(grown, tokens, chosen, candidates, strict=True):
+            leaf.grow([token], [logprob], [best])
+            self.num_decoded[leaf] += 1
+            events.append(self._read(leaf, token))
+            self._file(leaf)
+        self._await_logits()
+        return events
+
+    def _candidates(self, logprobs: Tensor, parents: list[int], tokens: list[int]) -> list[Candidates | None]:
+        """Return what ``SamplingParams.logprobs`` asks for about each new token."""
+        if self.stopping.logprobs is None:
+            return [None] * len(tokens)
+        return [
+            ranked(row, token, self.stopping.logprobs) for row, token in zip(logprobs[parents], tokens, strict=True)
+        ]
+
+    def _fork(self, leaf: Branch) -> Branch:
+        [child] = leaf.fork()
+        self.num_decoded[child] = self.num_decoded[leaf]
+        self.place[child] = self.place[leaf]
+        self.logprob[child] = self.logprob[leaf]
+        self.texts[child] = self.texts[leaf].fork()
+        return child
+
+    def _forget(self, leaf: Branch) -> None:
+        for record in (self.num_decoded, self.place, self.logprob, self.texts):
+            del record[leaf]
+
+    def _read(self, leaf: Branch, token: int) -> Event:
+        """Take the new token's text and see whether the branch ends with it."""
+        text, stopping = self.texts[leaf], self.stopping
+        text.push(token)
+        if text.stopped is not None:
+            leaf.finish_reason, leaf.stop_reason = "stop", text.stopped
+        elif token in stopping.stop_token_ids:
+            leaf.finish_reason, leaf.stop_reason = "stop", token
+        elif token in self.limits.eos_token_ids and not stopping.ignore_eos:
+            leaf.finish_reason = "stop"
+        elif self._full(leaf):
+            leaf.finish_reason = "length"
+        if leaf.finished:
+            text.finish()
+            own = leaf.path_tokens[leaf.num_tokens - self.num_decoded[leaf] :]
+            leaf.hidden_tail = len(leaf.decode(own)) - len(text.text)
+        return Event(leaf, text.delta())
+
+    def _full(self, leaf: Branch) -> bool:
+        return self._room(leaf) <= 0
+
+    def _room(self, leaf: Branch) -> int:
+        """Return how many tokens may still be decoded here."""
+        room = self.limits.max_model_len - leaf.num_tokens
+        limit = self.stopping.max_tokens
+        return room if limit is None else min(room, limit - self.num_decoded[leaf])
+
+    def _file(self, leaf: Branch) -> None:
+        """Put the leaf with those that go on or with those that have ended."""
+        if not leaf.finished and self._full(leaf):
+            leaf.finish_reason = "length"
+        (self.finished if leaf.finished else self.leaves).append(leaf)
+
+    def _await_logits(self) -> None:
+        self._logits = {}
+        self._lanes = {
+            Lane(leaf.tree, lambda leaf=leaf: leaf.tip, leaf.num_tokens - 1, leaf.num_tokens): leaf
+            for leaf in self.leaves
+        }
+
+    def _leaf(self, leaf: Branch) -> Leaf:
+        return Leaf(
+            logprob=leaf.logprob - self.logprob[leaf],
+            tokens=leaf.token_ids,
+            prompt_tokens=leaf.tree.prompt_tokens,
+            path=leaf.path,
+            num_tokens=self.num_decoded[leaf],
+            key=leaf.key,
+            room=self._room(leaf),
+            detokenizer=self.texts[leaf],
+        )
+
+
+class ObserveRun:
+    """Reads the log-probabilities of tokens that are given.
+
+    Parameters
+    ----------
+    task : Task
+    operation : Observe
+    """
+
+    def __init__(self, task: Task, operation: Observe) -> None:
+        self.task = task
+        self.top = operation.top
+        self.branches = operation.branches
+        self.observed: list[list[Candidates]] = [[] for _ in operation.branches]
+        self._next_tokens = [branch.path_tokens for branch in operation.branches]
+        self._lanes = {
+            Lane(branch.tree, lambda branch=branch: branch.tip, start - 1, branch.num_tokens - 1): i
+            for i, (branch, start) in enumerate(zip(operation.branches, operation.starts, strict=True))
+        }
+
+    def lanes(self) -> list[Lane]:
+        """See `Run.lanes`."""
+        return [lane for lane in self._lanes if not lane.done]
+
+    def deliver(self, lane: Lane, start: int, logits: Tensor) -> None:
+        """See `Run.deliver`."""
+        if invalid_rows(logits).any():
+            raise InvalidLogits("the model's logits are not numbers")
+        i = self._lanes[lane]
+        for offset, row in enumerate(log_probs(logits)):
+            self.observed[i].append(ranked(row, self._next_tokens[i][start + offset + 1], self.top))
+
+    def advance(self) -> list[Event]:
+        """See `Run.advance`."""
+        return []
+
+    def result(self) -> list[list[Candidates]] | None:
+        """See `Run.result`."""
+        return None if self.lanes() else self.observed
+
+
+def ranked(logprobs: Tensor, token: int, count: int) -> Candidates:
+    """Return the `count` likeliest tokens and `token`: log-probability and rank of each.
+
+    Parameters
+    ----------
+    logprobs : Tensor
+        float32 [vocabulary]
+    """
+    own = logprobs[token]
+    result = {token: (float(own), int((logprobs > own).sum()) + 1)}
+    if count:
+        values, tokens = top_log_probs(logprobs[None], count)
+        for rank, (other, value) in enumerate(zip(tokens[0].tolist(), values[0].tolist(), strict=True), 1):
+            result.setdefault(other, (value, rank))
+    return result

@@ -1,0 +1,82 @@
+"""Results out of branches: completions, log-probs, and the nodes of a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treewise.branch import Branch, BranchTree, Candidates, Codec
+from treewise.results import CompletionOutput, Logprob, NodeState, TreeNode
+
+
+def completion(index: int, branch: Branch) -> CompletionOutput:
+    """Return the path of `branch` below the prompt as one answer."""
+    given = len(branch.tree.prompt_tokens)
+    candidates = [entry for own in branch.lineage() for entry in own.candidates]
+    asked = [entry for entry in candidates[given:] if entry is not None]
+    return CompletionOutput(
+        index=index,
+        text=branch.text,
+        token_ids=branch.token_ids,
+        cumulative_logprob=branch.logprob,
+        logprobs=[logprobs(entry, branch.tree.codec) for entry in asked] or None,
+        finish_reason=branch.finish_reason,
+        stop_reason=branch.stop_reason,
+    )
+
+
+def logprobs(candidates: Candidates, codec: Codec) -> dict[int, Logprob]:
+    """Return the candidates at one place with their texts."""
+    return {token: Logprob(logprob, rank, plain([token], codec)) for token, (logprob, rank) in candidates.items()}
+
+
+def plain(tokens: Sequence[int], codec: Codec) -> str:
+    """Return the text of `tokens`, broken characters replaced."""
+    return b"".join(codec.token_bytes(token) for token in tokens).decode("utf-8", "replace")
+
+
+def draw(tree: BranchTree) -> tuple[list[TreeNode], dict[Branch, int]]:
+    """Return the drawing's nodes, parents first, and the node in which each branch ends.
+
+    A branch is one node, unless something forked off in the middle of it.
+    """
+    nodes: list[TreeNode] = []
+    ends: dict[Branch, int] = {}
+    reached: dict[tuple[Branch, int], int | None] = {}  # (branch, position) -> the node that ends there
+    given = len(tree.prompt_tokens)
+    for branch in tree.branches():
+        begin = branch.start
+        parent = None if branch.parent is None else reached[branch.parent, begin]
+        reached[branch, begin] = parent
+        cuts = {child.start for child in branch.all_children} | {branch.num_tokens}
+        if branch.parent is None:
+            cuts.add(given)
+        for end in sorted(cut for cut in cuts if cut > begin):
+            own = slice(begin - branch.start, end - branch.start)
+            last = end == branch.num_tokens
+            known = [logprob for logprob in branch.logprobs[own] if logprob is not None]
+            tokens = branch.tokens[own]
+            nodes.append(
+                TreeNode(
+                    id=len(nodes),
+                    parent=parent,
+                    text=branch.decode(tokens) if last else plain(tokens, tree.codec),
+                    token_ids=tokens,
+                    logprobs=branch.logprobs[own],
+                    logprob=sum(known) + (0.0 if parent is None else nodes[parent].logprob),
+                    state="prompt" if end <= given else _state(branch),
+                    finish_reason=branch.finish_reason if last else None,
+                    score=branch.score if last else None,
+                    token_texts=[plain([token], tree.codec) for token in tokens],
+                )
+            )
+            parent = reached[branch, end] = nodes[-1].id
+            begin = end
+        if parent is not None:
+            ends[branch] = parent
+    return nodes, ends
+
+
+def _state(branch: Branch) -> NodeState:
+    if branch.pruned:
+        return "pruned"
+    return "finished" if branch.finished else "kept"
