@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,7 +12,10 @@ from torch import Tensor, nn
 
 from treewise.config import ModelConfig, RopeConfig
 
-ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": lambda gate: F.gelu(gate, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class Attend(Protocol):
@@ -65,7 +70,7 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: turns pairs ``(i, i + head_dim / 2)`` of a head by an angle that grows with position."""
+    """Rotary position embedding: turns the pairs ``(i, i + head_dim / 2)`` of a head as far as the position says."""
 
     def __init__(self, config: RopeConfig) -> None:
         super().__init__()
@@ -73,8 +78,8 @@ class Rotary(nn.Module):
         self.inverse_frequencies = nn.Buffer(frequencies, persistent=False)
         self.scale = config.scale
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at ``positions`` ``[rows]``, each ``[rows, 1, head_dim / 2]``, ready for :func:`rotate`."""
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Give the cosines and sines at ``positions`` ``[rows]``, each ``[rows, 1, head_dim / 2]``."""
         angles = positions[:, None].float() * self.inverse_frequencies
         return (
             (angles.cos() * self.scale).to(dtype)[:, None],

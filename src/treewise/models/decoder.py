@@ -93,7 +93,7 @@ class CausalLM(nn.Module):
         if self.config.embedding_scale != 1.0:
             # NOTE: the factor is rounded to the model's type first, as Gemma was trained.
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
-        angles = [rope.angles(positions, x.dtype) for rope in self.ropes]
+        angles = [rope(positions, x.dtype) for rope in self.ropes]
         for layer, rope in zip(self.layers, self.layer_ropes, strict=True):
             x = layer(x, angles[rope], attend)
         x = self.norm(x[logit_rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,9 +51,10 @@ class GGUFTensor:
             width = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[self.dtype]
             return self.stored.view(width).reshape(self.shape)
         try:
-            return dequantize(self.stored.reshape(*self.shape[:-1], -1), self.kind).reshape(self.shape)
+            values: NDArray[np.float32] = dequantize(self.stored.reshape(*self.shape[:-1], -1), self.kind)
         except NotImplementedError:
             raise ValueError(f"the tensor {self.name} has type {self.kind.name}, which cannot be dequantised") from None
+        return values.reshape(self.shape)
 
 
 class GGUFFile:
@@ -80,9 +82,9 @@ class GGUFFile:
         self.path = path
         with open(path, "rb") as file:
             magic = file.read(4)
-        if magic != MAGIC:
-            raise ValueError(f"{path} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
-        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+            if magic != MAGIC:
+                raise ValueError(f"{path} is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._place = len(MAGIC)
         version = self._scalar("I")
         if version not in (2, 3):
@@ -103,7 +105,7 @@ class GGUFFile:
         if size > len(self._bytes) - self._place:
             raise ValueError(f"{self.path} is truncated: its header goes on after the file's {len(self._bytes)} bytes")
         self._place += size
-        return self._bytes[self._place - size : self._place].tobytes()
+        return self._bytes[self._place - size : self._place]
 
     def _scalar(self, kind: str) -> Any:
         return struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}")))[0]
@@ -136,10 +138,16 @@ class GGUFFile:
             except ValueError:
                 raise ValueError(f"{self.path}: the tensor {name} has the unknown type {kind_number}") from None
             block_elements, block_bytes = GGML_QUANT_SIZES[kind]
+            if shape[-1] % block_elements:
+                raise ValueError(
+                    f"{self.path} is damaged: rows of the tensor {name} have {shape[-1]} elements, "
+                    f"which is no multiple of the {block_elements} of a {kind.name} block"
+                )
             begin = start + offset
-            end = begin + prod(shape) // block_elements * block_bytes
+            size = prod(shape) // block_elements * block_bytes
+            end = begin + size
             if end > len(self._bytes):
                 raise ValueError(
                     f"{self.path} is truncated: the tensor {name} ends at byte {end}, the file at {len(self._bytes)}"
                 )
-            yield GGUFTensor(name, shape, kind, self._bytes[begin:end])
+            yield GGUFTensor(name, shape, kind, np.frombuffer(self._bytes, np.uint8, size, begin))

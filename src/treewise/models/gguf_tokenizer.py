@@ -177,7 +177,7 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str], kinds: Sequence[in
 
 def _merges(vocabulary: Mapping[str, int], order: Sequence[float]) -> list[tuple[str, str]]:
     """Recover the merges that a vocabulary implies: each token from any two others, earliest in ``order`` first."""
-    found = []
+    found: list[tuple[float, str, str]] = []
     for token, number in vocabulary.items():
         pairs = [
             (vocabulary[token[:cut]], vocabulary[token[cut:]], cut)
@@ -190,7 +190,7 @@ def _merges(vocabulary: Mapping[str, int], order: Sequence[float]) -> list[tuple
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Mark the tokens that are matched in the text before it is cut: control tokens, and those the model's user added."""
+    """Mark the tokens that are found in the text before it is cut: control tokens, and those that users added."""
     # Runs of spaces are respelled above and then found by merging.
     whole = {
         kind: [

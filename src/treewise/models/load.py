@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 
 from treewise.models.builtin import BUILTIN_MODELS, fetch_builtin
-from treewise.models.convert import converted_folder
+from treewise.models.cache import remembered_sha256
+from treewise.models.convert import convert_once
 from treewise.models.decoder import CausalLM
 from treewise.models.registry import read_config
 from treewise.models.tokenizer import Tokenizer, read_json
 from treewise.models.weights import load_weights
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,9 +75,9 @@ def locate(name_or_path: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        return converted_folder(path)
+        return convert_once(remembered_sha256(path), lambda: path)
     if name in BUILTIN_MODELS:
-        return converted_folder(fetch_builtin(name), BUILTIN_MODELS[name].sha256)
+        return convert_once(BUILTIN_MODELS[name].sha256, lambda: fetch_builtin(name))
     if HUB_ID.fullmatch(name) and path.suffix not in {".gguf", ".safetensors"} and not name.startswith("."):
         return _fetch_from_hub(name)
     raise FileNotFoundError(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -254,7 +254,7 @@ def _default_template(templates: str | list[Mapping[str, str]] | None) -> str | 
 class _GenerationBlock(jinja2.ext.Extension):
     """Lets templates mark with ``{% generation %}`` what the model writes, a mark that only training needs."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

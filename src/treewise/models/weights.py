@@ -43,7 +43,7 @@ class Checkpoint:
                 file = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from None
-            self.files.update(dict.fromkeys(file.keys(), file))
+            self.files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
 
     @property
     def names(self) -> Collection[str]:
