@@ -1,23 +1,25 @@
-"""The verbs `generate`, `search`, `bench`, `models`, `env`; one flag per config field."""
+"""The verbs `generate`, `search`, `strategies`, `bench`, `models`, `env`; one flag per config field."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from cyclopts import App, CycloptsError
+
+from treewise import __version__
 
 app = App(
     name="treewise",
     help="Decode trees with a language model: every shared key and value is read once.",
-    version=lambda: version("treewise"),
+    version=__version__,
     result_action="return_value",
 )
 # The verbs are named, not imported: `treewise --help` loads neither torch nor a model.
 app.command("treewise.cli.generate:generate", help="Continue a prompt, or answer it with --chat.")
 app.command("treewise.cli.search:search", help="Solve a prompt with a search strategy, and draw its tree.")
+app.command("treewise.cli.search:strategies", help="List the strategies of search and their parameters.")
 app.command("treewise.cli.info:models", help="List the built-in models and the converted copies in the cache.")
 app.command("treewise.cli.info:env", help="Print versions, devices and folders, for bug reports.")
 bench = App(name="bench", help="Timed runs; the last line of standard output is JSON.")

@@ -15,6 +15,7 @@ from treewise.results import json_safe
 
 def generate(
     prompt: str,
+    /,
     *,
     chat: bool = False,
     system: str | None = None,

@@ -15,6 +15,7 @@ from treewise.cli.options import ModelOptions, encode_chat, read_prompt, working
 
 def search(
     prompt: str,
+    /,
     *,
     strategy: str = "tot",
     set_values: Annotated[tuple[str, ...], Parameter("--set")] = (),
@@ -35,7 +36,7 @@ def search(
     prompt
         The text; - reads it from standard input.
     strategy
-        A ready-made program by name; `--strategy list` tells which there are.
+        A ready-made program by name; `treewise strategies` lists them.
     set_values
         A parameter of the strategy as key=value, e.g. --set width=5; may be repeated.
     chat
@@ -53,10 +54,6 @@ def search(
     """
     from treewise.search import STRATEGIES
 
-    if strategy == "list":
-        for name, entry in STRATEGIES.items():
-            print(f"{name:18} {entry.description}")
-        return
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: {strategy!r} is not one of {', '.join(STRATEGIES)}")
     if system is not None and not chat:
@@ -84,6 +81,10 @@ def search(
         tree.print(Console(stderr=True))
     else:
         print(tree.usage.summary(), file=sys.stderr)
+
+
+def strategies() -> None:
+    """List the strategies of `search` and their parameters."""
 
 
 def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""The command line: quick help, clean standard output, one line for a user's mistake."""
+
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+import treewise.llm
+from treewise.cli import main
+from treewise.cli.options import ModelOptions
+from treewise.cli.search import parse_settings
+from treewise.results import CompletionOutput, ProgramOutput, RequestOutput, Tree, TreeNode, Usage
+
+
+class FakeLLM:
+    """Answers like an engine, and remembers what it was asked."""
+
+    asked = None
+
+    def __init__(self, **options):
+        FakeLLM.options = options
+        self.tokenizer = SimpleNamespace(has_chat_template=True, apply_chat_template=self.template)
+
+    @staticmethod
+    def template(messages):
+        return [len(message["content"]) for message in messages]
+
+    def stream(self, prompt, params):
+        FakeLLM.asked = (prompt, params)
+        yield from ["It is", " Paris."]
+
+    def output(self, index=0):
+        return CompletionOutput(index, " Paris.", [3], float("-inf"), finish_reason="stop")
+
+    def tree(self):
+        nodes = [TreeNode(0, None, "Where?", [1], [None], state="prompt"), TreeNode(1, 0, " Paris.", [3], [-1.0], -1.0)]
+        return Tree(nodes, Usage(1, 1, 1, 2, 10, 20, 0.1), best=1)
+
+    def generate(self, prompts, params):
+        FakeLLM.asked = (prompts, params)
+        return [RequestOutput(0, "Where?", [1], None, [self.output(i) for i in range(params.n)], self.tree())]
+
+    def run(self, program, prompts, **arguments):
+        FakeLLM.asked = (prompts, arguments)
+        return [ProgramOutput(None, self.output(), [self.output()], self.tree())]
+
+
+@pytest.fixture(autouse=True)
+def fake_llm(monkeypatch):
+    monkeypatch.setattr(treewise.llm, "LLM", FakeLLM)
+
+
+def fails(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert exit.value.code == 2
+    assert printed.out == ""
+    assert printed.err.startswith("treewise: ") and printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_help_loads_neither_torch_nor_a_model():
+    code = "import sys; from treewise.cli import main; main(['--help']); assert 'torch' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    for verb in ("generate", "search", "bench", "models", "env"):
+        assert verb in result.stdout
+
+
+def test_every_field_of_the_engine_has_a_flag(monkeypatch):
+    monkeypatch.undo()
+    parameters = inspect.signature(treewise.llm.LLM.__init__).parameters
+    flags = {item.name: item.default for item in fields(ModelOptions)}
+    flags["seed"] = flags.pop("engine_seed")
+    assert flags == {name: parameter.default for name, parameter in parameters.items() if name != "self"}
+
+
+def test_generate_streams(capsys):
+    main(["generate", "Where?", "--temperature", "0", "--stop", "a", "--stop", "b", "--page-size", "1"])
+    assert capsys.readouterr().out == "It is Paris.\n"
+    prompt, params = FakeLLM.asked
+    assert (prompt, params.temperature, params.stop) == ("Where?", 0, ("a", "b"))
+    assert FakeLLM.options["page_size"] == 1 and FakeLLM.options["seed"] == 0
+
+
+def test_generate_chats(capsys):
+    main(["generate", "Where?", "--chat", "--system", "Be brief."])
+    assert FakeLLM.asked[0] == [9, 6]
+
+
+def test_generate_writes_json(capsys):
+    main(["generate", "Where?", "--n", "2", "--json"])
+    [line] = capsys.readouterr().out.splitlines()
+    answer = json.loads(line)
+    assert [output["text"] for output in answer["outputs"]] == [" Paris.", " Paris."]
+    assert answer["outputs"][0]["cumulative_logprob"] == "-Infinity"
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_search_answers_and_draws(capsys, tmp_path):
+    files = {name: tmp_path / f"tree.{name}" for name in ("html", "json", "dot")}
+    main(["search", "Where?", "--text", *(word for name, path in files.items() for word in (f"--{name}", str(path)))])
+    out = capsys.readouterr().out
+    assert out.startswith(" Paris.\n▸ Where?")
+    assert files["html"].read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert Tree.from_json(files["json"].read_text()).strategy == "tot"
+    assert files["dot"].read_text().startswith("digraph")
+
+
+def test_search_lists_strategies(capsys):
+    main(["search", "--strategy", "list", "-"])
+    assert "tot" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line(capsys):
+    assert "temperature" in fails(capsys, "generate", "x", "--temperature", "-1")
+    assert "--bogus" in fails(capsys, "generate", "x", "--bogus", "1")
+    assert "prompt" in fails(capsys, "generate").lower()
+    assert "--chat" in fails(capsys, "generate", "x", "--system", "y")
+    assert "tot" in fails(capsys, "search", "x", "--strategy", "guess")
+    assert "key=value" in fails(capsys, "search", "x", "--set", "width")
+    assert "generate" in fails(capsys, "decode")
+
+
+def test_a_model_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.undo()
+    assert "no-such-model" in fails(capsys, "generate", "x", "--model", "no-such-model")
+
+
+def test_settings():
+    assert parse_settings(("width=5", "stop=a=b", "fast=true", 'x="1"')) == {
+        "width": 5,
+        "stop": "a=b",
+        "fast": True,
+        "x": "1",
+    }
+
+
+def test_models_and_env(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TREEWISE_CACHE", str(tmp_path))
+    main(["models"])
+    main(["env"])
+    out = capsys.readouterr().out
+    assert "smollm2-135m" in out and "nothing yet" in out
+    assert "torch" in out and str(tmp_path) in out
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out.strip()[0].isdigit()
