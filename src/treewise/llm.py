@@ -13,7 +13,7 @@ from treewise.config import BeamSearchParams, SamplingParams
 from treewise.controller import BeamSearch
 from treewise.engine import Engine, Request
 from treewise.kv import KVManager, make_pool
-from treewise.models import Tokenizer, load_model
+from treewise.models import load_model
 from treewise.operations import Limits
 from treewise.outputs import completion, draw, logprobs
 from treewise.results import ProgramOutput, RequestOutput, Tree

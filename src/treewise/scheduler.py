@@ -12,16 +12,11 @@ from treewise.tree import Node
 
 
 class Tenant(Protocol):
-    """One running tree, as the scheduler sees it.
-
-    Attributes
-    ----------
-    order : int
-        Rank of arrival; the tree that came last gives way first.
-    """
+    """One running tree, as the scheduler sees it."""
 
     @property
-    def order(self) -> int: ...
+    def order(self) -> int:
+        """Rank of arrival; the tree that came last gives way first."""
 
     def tips(self) -> Iterable[Node]:
         """Return the nodes in which the tree's live branches end."""

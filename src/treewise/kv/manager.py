@@ -55,7 +55,7 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Slots that are free or would be after evicting every idle cached prefix."""
+        """Slots that are free, and tokens of cached prefixes that would make room (their last pages may be larger)."""
         return self.pool.num_free + sum(len(self.pool.slots(node)) for node in self._evictable())
 
     def slots(self, node: Node) -> Slots:

@@ -63,6 +63,10 @@ class PagedPool:
         """Slots on pages that nothing uses."""
         return len(self._free) * self.page_size
 
+    def holders_of_page(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return how many nodes have tokens in each of `pages`."""
+        return self._refs[pages]
+
     def extend(self, node: Node, length: int) -> None:
         """See `SlotPool.extend`."""
         run = self._runs.get(node)
