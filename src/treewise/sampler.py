@@ -15,6 +15,7 @@ from treewise.config import SamplingParams
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
+_CACHED_LOGITS = 1 << 18  # 1 MiB of float32
 
 
 class SamplingRow(NamedTuple):
@@ -208,6 +209,16 @@ def _cut(logits: Tensor, params: Sequence[SamplingParams]) -> None:
             logits[index] = rows.masked_fill_(rows < floor, -math.inf)
 
 
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Draw the tokens [rows] of random rows; `logits` [rows, vocab] are overwritten."""
+    # The maximum is taken off first: a small temperature then overflows to -inf only, never to inf - inf.
+    logits -= logits.amax(dim=-1, keepdim=True)
+    logits /= _column([row.params.temperature for row in rows], logits)
+    _cut(logits, [row.params for row in rows])
+    logits += _gumbel(rows, logits.shape[-1], logits.device)
+    return logits.argmax(dim=-1)
+
+
 def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Tensor:
     """Choose the next token of each row.
 
@@ -234,18 +245,12 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
         logits = logits.clone()
         for i in edited:
             _edit_logits(logits[i], rows[i], eos_token_ids)
+    tokens = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-    if not drawn:
-        return logits.argmax(dim=-1)
-    index = torch.tensor(drawn, device=logits.device)
-    drawn_rows = [rows[i] for i in drawn]
-    scores = logits if len(drawn) == len(rows) else logits[index]
-    # The maximum is taken off first: a small temperature then overflows to -inf only, never to inf - inf.
-    scores = scores - scores.amax(dim=-1, keepdim=True)
-    scores /= _column([row.params.temperature for row in drawn_rows], scores)
-    _cut(scores, [row.params for row in drawn_rows])
-    scores += _gumbel(drawn_rows, logits.shape[-1], logits.device)
-    tokens = scores.argmax(dim=-1)
-    if len(drawn) == len(rows):
-        return tokens
-    return logits.argmax(dim=-1).index_copy_(0, index, tokens)
+    # On a CPU blocks that fit its cache take half the time; a GPU wants all the work at once.
+    size = max(1, _CACHED_LOGITS // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
+    for start in range(0, len(drawn), size):
+        block = drawn[start : start + size]
+        index = torch.tensor(block, device=logits.device)
+        tokens[index] = _draw(logits[index], [rows[i] for i in block])
+    return tokens

@@ -263,3 +263,14 @@ def test_only_rows_that_cannot_be_sampled_are_invalid():
     assert ((tokens >= 0) & (tokens < 9)).all()
     for i in (0, 4):
         assert tokens[i] == sample(logits[i : i + 1], rows[i : i + 1])[0]
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_tokens():
+    kinds = many_kinds() * 4
+    logits = torch.randn(len(kinds), 49_152, generator=torch.Generator().manual_seed(5)) * 3
+    rows = [
+        SamplingRow(SamplingParams(**fields), row_key(2, (i,)), 30 + i, i % 6, [1, 2, 3], [4, 4, 5])
+        for i, fields in enumerate(kinds)
+    ]
+    assert torch.equal(sample(logits.cuda(), rows, {7}).cpu(), sample(logits, rows, {7}))

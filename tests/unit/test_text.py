@@ -165,16 +165,16 @@ def test_long_stop_lists_cost_little(count):
     stop += [stop[0][:20], stop[1][5:], stop[0] + stop[1]]  # nested and overlapping
     pieces = ["".join(chooser.choices("abcdefghij", k=4)) for _ in range(256)]
     pieces[200:200] = [stop[1][:13], stop[1][13:]]
-    started = time.perf_counter()
+    started = time.process_time()
     _, detokenizer = stream(pieces, stop)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     assert (detokenizer.text, detokenizer.stopped) == naive("".join(pieces), stop)
     assert detokenizer.stopped in stop
     assert seconds < 1.0, seconds
 
 
 def test_a_self_similar_stop_string_costs_little():
-    started = time.perf_counter()
+    started = time.process_time()
     _, detokenizer = stream(["a" * 10] * 100, ["a" * 900 + "b"])
     assert detokenizer.text == "a" * 1000
-    assert time.perf_counter() - started < 5.0
+    assert time.process_time() - started < 5.0
