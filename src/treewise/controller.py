@@ -286,3 +286,64 @@ class BeamSearch:
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             length = math.inf if leaf.room is None else leaf.num_tokens + leaf.room
         return self.score(beam.total, length) > bar
+
+
+class Span(NamedTuple):
+    """One node of a recorded tree: it is decoded in iterations `start` to `end`, both included.
+
+    The root comes first; it is the prompt and ends in iteration 0.
+    """
+
+    start: int
+    end: int
+    children: Sequence[int]  # places in the list of spans, each starting with iteration `end` + 1
+
+
+class Replay:
+    """Repeat the branching and pruning of a recorded tree, whatever the tokens are.
+
+    After iteration ``end`` a node branches into its children, the ``i``-th of which starts with the ``i``-th most
+    likely token, or is pruned if it has none; all other tokens are greedy. When the recording is over the last leaves
+    stay. One object can drive any number of trees, each from one branch.
+
+    Parameters
+    ----------
+    spans : sequence of Span
+        The nodes of the recorded tree; plain ``(start, end, children)`` triples will do.
+    max_tokens : int or None
+        Ends every leaf after this many iterations, if the recording is longer.
+
+    Raises
+    ------
+    ValueError
+        A child does not start right after its parent ends.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int, Sequence[int]]], max_tokens: int | None = None) -> None:
+        self.stopping = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        self._depth_first: list[Span] = []
+        stack = [0]
+        while stack:
+            span = Span(*spans[stack.pop()])
+            self._depth_first.append(span)
+            stack.extend(reversed(span.children))
+            for child in span.children:
+                if spans[child][0] != span.end + 1:
+                    raise ValueError(
+                        f"spans[{child}] must start at {span.end + 1}, where its parent ends, not {spans[child][0]}"
+                    )
+
+    def step(self, tree: TreeView, logprobs: Tensor) -> Rows | None:
+        """Continue, branch or prune each leaf as the recording did."""
+        live = [span for span in self._depth_first if span.start <= tree.depth <= span.end]
+        if len(live) != len(tree.leaves):
+            raise ValueError(
+                f"Replay: {len(live)} leaves recorded at step {tree.depth}, {len(tree.leaves)} in the tree"
+            )
+        num_rows = [1 if tree.depth < span.end else len(span.children) for span in live]
+        if not any(num_rows):
+            return None
+        ranked = tree.logits.topk(max(num_rows), dim=-1).indices
+        parents = [i for i, count in enumerate(num_rows) for _ in range(count)]
+        ranks = [rank for count in num_rows for rank in range(count)]
+        return Rows(parents, ranked[parents, ranks])
