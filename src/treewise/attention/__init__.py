@@ -1,0 +1,138 @@
+"""Backends: capability report, plan, run; all Triton lives here, the KV-store kernel included.
+
+>>> import torch
+>>> tree = TreeSpec(parent=[-1, 0, 0], length=[40, 2, 3], query_node=[1, 2])
+>>> plan = plan_tree(tree, "deft:flatten", num_heads=4, num_kv_heads=2, head_dim=8)
+>>> q, k, v = torch.randn(2, 4, 8), torch.randn(45, 2, 8), torch.randn(45, 2, 8)
+>>> run_plan(plan, q, k, v).shape
+torch.Size([2, 4, 8])
+"""
+
+from __future__ import annotations
+
+import torch
+
+from treewise.attention.backend import AttentionBackend, AttentionSpec
+from treewise.attention.cpu import CPUBackend
+from treewise.attention.reference import ReferenceBackend
+from treewise.plan import METHODS, Plan, TreeSpec, plan_tree
+
+__all__ = [
+    "BACKENDS",
+    "METHODS",
+    "AttentionBackend",
+    "AttentionSpec",
+    "Plan",
+    "TreeSpec",
+    "get_backend",
+    "plan_tree",
+    "run_plan",
+    "store_kv",
+]
+
+BACKENDS = ("reference", "cpu", "triton")
+
+
+def get_backend(name: str | None, device: torch.device) -> AttentionBackend:
+    """Find a backend by name, or the one of a device.
+
+    Raises
+    ------
+    ValueError
+        If there is no backend of this name.
+    """
+    match name or ("triton" if device.type == "cuda" else "cpu"):
+        case "reference":
+            return ReferenceBackend()
+        case "cpu":
+            return CPUBackend()
+        case "triton":
+            # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
+            from treewise.attention.triton import TritonBackend
+
+            return TritonBackend()
+    raise ValueError(f"backend is {name!r}; choose one of {', '.join(BACKENDS)}")
+
+
+def run_plan(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend from every query of a plan's tree to the keys on its path.
+
+    Parameters
+    ----------
+    plan : Plan
+        Made by `plan_tree`.
+    q : [queries, heads, head_dim]
+        Queries in the order of the tree's ``query_node``.
+    k, v : [slots, kv_heads, head_dim]
+        The pool of keys and values.
+    scale : float, optional
+        Factor of the scores; default ``head_dim ** -0.5``.
+    return_lse : bool
+        Also return the natural logarithm of each query's sum of exponentials.
+    backend : str, optional
+        ``"reference"``, ``"cpu"`` or ``"triton"``; default what the method's name asks for, else the device's.
+
+    Returns
+    -------
+    Tensor [queries, heads, head_dim], in q's dtype; with ``return_lse`` also Tensor [queries, heads], float32
+
+    Raises
+    ------
+    ValueError
+        If a tensor's shape, dtype or device does not fit the plan, or the backend cannot run it.
+    """
+    _check(plan, q, k, v)
+    chosen = get_backend(backend or plan.backend, q.device)
+    reasons = chosen.unsupported(AttentionSpec.of(plan))
+    if reasons:
+        raise ValueError(f"backend {chosen.name!r} cannot run this plan: {'; '.join(reasons)}")
+    out, lse = chosen.run(plan, q, k, v, plan.head_dim**-0.5 if scale is None else scale)
+    return (out, lse) if return_lse else out
+
+
+def store_kv(k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write the keys and values of new rows into the pool.
+
+    Parameters
+    ----------
+    k_new, v_new : [rows, kv_heads, head_dim]
+        Keys and values of the rows.
+    k, v : [slots, kv_heads, head_dim]
+        The pool, written in place.
+    slots : [rows], int64
+        Where each row goes. A slot that repeats, such as the scratch slot, ends with one of its rows.
+    """
+    if not k_new.shape == v_new.shape == (len(slots), *k.shape[1:]):
+        raise ValueError(
+            f"k_new and v_new must be [rows, kv_heads, head_dim] = {[len(slots), *k.shape[1:]]}; "
+            f"they are {list(k_new.shape)} and {list(v_new.shape)}"
+        )
+    get_backend(None, k.device).store(k_new, v_new, k, v, slots)
+
+
+def _check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shape = (plan.num_rows, plan.num_heads, plan.head_dim)
+    if tuple(q.shape) != shape:
+        raise ValueError(f"q must be [queries, heads, head_dim] = {list(shape)}; it is {list(q.shape)}")
+    if k.shape != v.shape or tuple(k.shape[1:]) != (plan.num_kv_heads, plan.head_dim):
+        expected = ["slots", plan.num_kv_heads, plan.head_dim]
+        raise ValueError(
+            f"k and v must be [slots, kv_heads, head_dim] = {expected}; k is {list(k.shape)}, v {list(v.shape)}"
+        )
+    if len(k) < plan.num_slots:
+        raise ValueError(f"k and v hold {len(k)} slots; the plan reads up to slot {plan.num_slots - 1}")
+    if not q.dtype == k.dtype == v.dtype == plan.dtype:
+        raise ValueError(
+            f"q, k and v must be of the plan's dtype {plan.dtype}; they are {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if not q.device.type == k.device.type == v.device.type == plan.device.type:
+        raise ValueError(f"q, k and v must be on {plan.device}; they are on {q.device}, {k.device}, {v.device}")

@@ -1,0 +1,204 @@
+"""The form of a plan: flat integer arrays, their copy on the device, and the count of the bytes they move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from treewise.plan.layout import pairs
+from treewise.plan.spec import Ints
+
+# Columns of Plan.items: one row a work item, so that a kernel gets all it needs in one 32-byte load.
+ROW_LOW, ROW_HIGH, KV_START, KV_END, FREE_END, ENTRY, MASK, GROUP = range(8)
+
+
+@dataclass(frozen=True)
+class IO:
+    """Bytes that one pass of attention moves through device memory, by kind.
+
+    ``kv_once`` is ``kv`` without the re-reads of groups that have more rows than one row tile; it is not part of
+    ``total``.
+    """
+
+    kv: int
+    kv_once: int
+    queries: int
+    scores: int
+    partials: int
+    output: int
+    masks: int
+    metadata: int
+
+    @property
+    def total(self) -> int:
+        """All bytes moved."""
+        return self.kv + self.queries + self.scores + self.partials + self.output + self.masks + self.metadata
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One partition of attention over a tree, as flat integer arrays.
+
+    *Rows* are the queries in depth-first order, *key tokens* the arrays ``kv_*``. A *group* is a rectangle of rows ×
+    key tokens; an *item* is one row tile of a group, trimmed to the key tokens that some row of the tile sees. Each
+    (row, token) pair that the tree allows lies in exactly one item; the pairs of an item that the tree does not allow
+    are masked. Item ``i`` writes partial results ``items[i, ENTRY]`` onwards, one a row; row ``r`` merges the entries
+    ``reduce_entries[reduce_indptr[r] : reduce_indptr[r + 1]]`` in that order.
+
+    Attributes
+    ----------
+    method, mask : str
+        The partition, one of `METHODS`; how visibility is told: ``"intervals"``, ``"words"`` (64 rows of the item in
+        a word a token), ``"bits"`` (64 tokens in a word, an item of one row) or ``"dense"`` (a byte a pair).
+    backend : str or None
+        The backend that the method's name asks for; None lets the device decide.
+    row_order : [rows]
+        The caller's query at each depth-first place.
+    row_position, kv_position : [rows], [tokens]
+        Logical positions; ``kv_position`` is empty unless there is a window.
+    kv_slots : [tokens]
+        Slot in the pool of each key token.
+    kv_low, kv_high : [tokens]
+        The interval of rows that see each key token; empty where no item is masked.
+    items : [items, 8]
+        ``ROW_LOW, ROW_HIGH, KV_START, KV_END, FREE_END, ENTRY, MASK, GROUP``. Key tokens before ``FREE_END`` are seen
+        by every row of the item; the others are masked.
+    group_tokens : [groups]
+        Key tokens of each group.
+    mask_words, mask_dense : [words], [rows, tokens]
+        The masks of the kinds that need them; empty otherwise.
+    row_tile : int
+        Rows that read a key token together; a wider item reads its key tokens once a tile.
+    num_slots : int
+        The pool must have at least so many slots.
+    tensors : dict
+        The arrays above on the plan's device, uploaded in one copy.
+    prepared : dict
+        What a backend worked out once for this plan, by backend name.
+    """
+
+    method: str
+    mask: str
+    backend: str | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    page_size: int
+    window: int | None
+    row_tile: int
+    num_slots: int
+    row_order: Ints
+    row_position: Ints
+    kv_slots: Ints
+    kv_low: Ints
+    kv_high: Ints
+    kv_position: Ints
+    items: Ints
+    group_tokens: Ints
+    reduce_indptr: Ints
+    reduce_entries: Ints
+    mask_words: Ints
+    mask_dense: npt.NDArray[np.bool_]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    prepared: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_rows(self) -> int:
+        """Queries of the plan."""
+        return len(self.row_order)
+
+    @property
+    def num_entries(self) -> int:
+        """Partial results that the items write, one a row of each item."""
+        return len(self.reduce_entries)
+
+    def visible(self, item: int) -> npt.NDArray[np.bool_]:
+        """Decode the mask of one item.
+
+        Returns
+        -------
+        array of bool, [rows of the item, key tokens of the item]
+        """
+        row_low, row_high, start, end, free, _, mask, _ = (int(x) for x in self.items[item])
+        seen = np.ones((row_high - row_low, end - start), dtype=bool)
+        masked = slice(free - start, end - start)
+        if free == end:
+            return seen
+        if self.mask == "dense":
+            seen[:, masked] = self.mask_dense[row_low:row_high, free:end]
+        elif self.mask == "words":
+            words = self.mask_words[mask : mask + end - start].view(np.uint64)
+            seen[:] = (words[None, :] >> np.arange(row_high - row_low, dtype=np.uint64)[:, None]) & np.uint64(1)
+        elif self.mask == "bits":
+            token = np.arange(end - start)
+            words = self.mask_words[mask + token // 64].view(np.uint64)
+            seen[0] = (words >> (token % 64).astype(np.uint64)) & np.uint64(1)
+        else:
+            rows, tokens = np.arange(row_low, row_high), np.arange(free, end)
+            seen[:, masked] = pairs(self, self.window, rows[:, None], tokens[None, :])
+        return seen
+
+    def io(self, dtype: torch.dtype | None = None, layers: int = 1, heads: int | None = None) -> IO:
+        """Count the bytes that one pass over this plan moves.
+
+        Parameters
+        ----------
+        dtype : torch.dtype, optional
+            Element type of queries, keys and values; default the plan's.
+        layers : int
+            Attention layers that run the plan.
+        heads : int, optional
+            Heads whose keys and values are read; default the plan's KV heads. The paper counts all query heads.
+        """
+        size = (dtype or self.dtype).itemsize
+        heads = self.num_kv_heads if heads is None else heads
+        rows = (self.items[:, ROW_HIGH] - self.items[:, ROW_LOW]).astype(np.int64)
+        tokens = (self.items[:, KV_END] - self.items[:, KV_START]).astype(np.int64)
+        token_bytes = 2 * heads * self.head_dim * size * layers
+        row_values = self.num_heads * self.head_dim * layers
+        unfused = self.method == "medusa"
+        direct = unfused or self.num_entries == self.num_rows
+        # Unfused, the scores are written by the product, read and written by scale, mask and softmax, then read.
+        scores = 8 * size * self.num_heads * layers * int((rows * tokens).sum()) if unfused else 0
+        partials = 0 if direct else 2 * 4 * self.num_entries * (row_values + self.num_heads * layers)
+        if self.mask == "dense":
+            masks = self.mask_dense.nbytes
+        elif self.mask in ("words", "bits"):
+            masks = self.mask_words.nbytes
+        else:
+            masked = self.items[:, FREE_END] < self.items[:, KV_END]
+            masks = (8 if self.window is None else 12) * int((tokens * masked).sum())
+        metadata = 4 * int(tokens.sum()) + self.items.nbytes + self.row_order.nbytes
+        metadata += 0 if direct else self.reduce_indptr.nbytes + self.reduce_entries.nbytes
+        return IO(
+            kv=token_bytes * int((tokens * -(-rows // self.row_tile)).sum()),
+            kv_once=token_bytes * int(self.group_tokens.sum()),
+            queries=int(rows.sum()) * row_values * size,
+            scores=scores,
+            partials=partials,
+            output=self.num_rows * row_values * size,
+            masks=masks * layers,
+            metadata=metadata * layers,
+        )
+
+
+def upload(arrays: dict[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Put the arrays on the device in one copy, each on a 16-byte boundary."""
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    sizes = [-(-array.nbytes // 16) * 16 for array in arrays.values()]
+    offsets = np.cumsum([0, *sizes])
+    host = torch.empty(max(16, int(offsets[-1])), dtype=torch.uint8, pin_memory=True)
+    for array, offset in zip(arrays.values(), offsets, strict=False):
+        host[offset : offset + array.nbytes] = torch.from_numpy(array.reshape(-1).view(np.uint8))
+    whole = host.to(device, non_blocking=True)
+    return {
+        name: whole[offset : offset + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for (name, array), offset in zip(arrays.items(), offsets, strict=False)
+    }
