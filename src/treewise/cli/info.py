@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -45,11 +46,15 @@ def models() -> None:
     print("Built-in models, fetched when first used:")
     for name, model in BUILTIN_MODELS.items():
         print(f"  {name:16} {format_bytes(model.size):>8}  {model.summary}")
-    files = sorted((cache_folder() / "files").glob("*"))
+    files = sorted(path for path in (cache_folder() / "files").rglob("*") if path.is_file())
     folders = sorted(path.parent for path in (cache_folder() / "converted").glob("*/config.json"))
     print(f"In the cache, {cache_folder()}:")
-    for path in [*files, *folders]:
-        size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
-        print(f"  {path.relative_to(cache_folder())!s:60} {format_bytes(size):>8}")
+    for file in files:
+        print(f"  {file.name:32} {format_bytes(file.stat().st_size):>8}  as fetched")
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        what = f"converted: {', '.join(config['architectures'])}, {config['num_hidden_layers']} layers"
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        print(f"  {folder.name:32} {format_bytes(size):>8}  {what}")
     if not files and not folders:
         print("  nothing yet")
