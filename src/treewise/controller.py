@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -176,26 +176,11 @@ class Greedy:
         return Rows(range(len(tree.leaves)), tree.logits.argmax(dim=-1))
 
 
-class Hypothesis(Protocol):
-    """What `BeamSearch.rank` needs of a leaf or branch."""
-
-    @property
-    def logprob(self) -> float:
-        """Summed log-prob of the tokens that the search decoded."""
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens those are, an end-of-text token included."""
-
-
 class _Candidate(NamedTuple):
     parent: int
     token: int
     total: float  # summed log-prob, this token included
     score: float
-
-
-HypothesisT = TypeVar("HypothesisT", bound=Hypothesis)
 
 
 class BeamSearch:
@@ -220,13 +205,16 @@ class BeamSearch:
         self.stopping = params.stopping
 
     def score(self, logprob: float, num_tokens: float) -> float:
-        """Length-penalised score of a hypothesis of `num_tokens` tokens."""
-        return logprob / math.pow(num_tokens, self.params.length_penalty)
+        """Length-penalised score of a hypothesis, by which finished ones are ranked.
 
-    def rank(self, hypotheses: Sequence[HypothesisT]) -> list[tuple[HypothesisT, float]]:
-        """Return the `beam_width` best hypotheses with their scores, best first."""
-        scored = [(hypothesis, self.score(hypothesis.logprob, hypothesis.num_tokens)) for hypothesis in hypotheses]
-        return sorted(scored, key=lambda pair: -pair[1])[: self.params.beam_width]
+        Parameters
+        ----------
+        logprob : float
+            Summed over the tokens that the search decoded.
+        num_tokens : float
+            How many those are, an end-of-text token included.
+        """
+        return logprob / math.pow(max(num_tokens, 1), self.params.length_penalty)
 
     def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
         """Choose the next beams, and the hypotheses that end with this token and are among the best."""

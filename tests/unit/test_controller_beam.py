@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ def search(model, params, prompt=PROMPT, **options):
     controller = BeamSearch(params)
     finished, live = grow(model, controller, prompt, **options)
     assert not live
-    return [(leaf.tokens, score) for leaf, score in controller.rank(finished)]
+    found = [(leaf.tokens, controller.score(leaf.logprob, leaf.num_tokens)) for leaf in finished]
+    return sorted(found, key=lambda pair: -pair[1])[: params.beam_width]
 
 
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.7, 2.0])
@@ -161,7 +161,7 @@ def test_min_tokens_equal_transformers(llama):
     assert [score for _, score in found] == pytest.approx([score for _, score in expected], rel=1e-5)
 
 
-def test_rank_takes_anything_with_a_logprob_and_a_length():
-    controller = BeamSearch(BeamSearchParams(2, length_penalty=1.0))
-    short, long = Leaf(logprob=-2.0, num_tokens=1), Leaf(logprob=-3.0, num_tokens=3)
-    assert controller.rank([short, long, replace(short, logprob=-9.0)]) == [(long, -1.0), (short, -2.0)]
+def test_scores():
+    assert BeamSearch(BeamSearchParams(2)).score(-3.0, 3) == -1.0
+    assert BeamSearch(BeamSearchParams(2, length_penalty=-2.0)).score(-3.0, 2) == -12.0
+    assert BeamSearch(BeamSearchParams(2)).score(0.0, 0) == 0.0  # there was no room for a token
