@@ -89,7 +89,7 @@ MAX_SEQUENCES = 4096
 """The most sequences (``n``) or beams (``beam_width``) one request may ask for."""
 
 
-def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+def check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     """Refuse what is not a finite real number in ``[low, high]`` (``(low, high]`` with `open_low`)."""
     accepted = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -99,7 +99,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, open_low
         raise ValueError(f"{name} must be {accepted}, not {value!r}")
 
 
-def _check_integer(name: str, value: object, low: int | None = None, high: int | None = None, also: str = "") -> None:
+def check_integer(name: str, value: object, low: int | None = None, high: int | None = None, also: str = "") -> None:
     """Refuse what is not an integer in ``[low, high]``; `also` names further accepted values in the message."""
     if low is None:
         accepted = "an integer"
@@ -205,33 +205,33 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_integer("n", self.n, 1, MAX_SEQUENCES)
-        _check_number("temperature", self.temperature, 0, 1000)
-        _check_integer("top_k", self.top_k, -1, also=" (0 or -1: off)")
-        _check_number("top_p", self.top_p, 0, 1, open_low=True)
-        _check_number("min_p", self.min_p, 0, 1)
-        _check_number("presence_penalty", self.presence_penalty, -2, 2)
-        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        check_integer("n", self.n, 1, MAX_SEQUENCES)
+        check_number("temperature", self.temperature, 0, 1000)
+        check_integer("top_k", self.top_k, -1, also=" (0 or -1: off)")
+        check_number("top_p", self.top_p, 0, 1, open_low=True)
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         if self.seed is not None:
-            _check_integer("seed", self.seed, also=" or None")
+            check_integer("seed", self.seed, also=" or None")
         for name in ("max_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 0, also=" or None")
-        _check_integer("min_tokens", self.min_tokens, 0)
+                check_integer(name, getattr(self, name), 0, also=" or None")
+        check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}")
         _check_flag("ignore_eos", self.ignore_eos)
         _check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         stop_token_ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
         for token in stop_token_ids:
-            _check_integer("stop_token_ids", token, 0)
+            check_integer("stop_token_ids", token, 0)
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r} of type {type(bias).__name__}")
         for token, value in bias.items():
-            _check_integer("logit_bias: a token id", token, 0)
-            _check_number(f"logit_bias[{token}]", value, -100, 100)
+            check_integer("logit_bias: a token id", token, 0)
+            check_number(f"logit_bias[{token}]", value, -100, 100)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", dict(bias))
@@ -254,12 +254,12 @@ class SamplingParams:
             `stop_token_ids`, `logit_bias`, `logprobs` or `prompt_logprobs` asks for more than there is.
         """
         for token in self.stop_token_ids:
-            _check_integer("stop_token_ids", token, 0, vocab_size - 1)
+            check_integer("stop_token_ids", token, 0, vocab_size - 1)
         for token in self.logit_bias:
-            _check_integer("logit_bias: a token id", token, 0, vocab_size - 1)
+            check_integer("logit_bias: a token id", token, 0, vocab_size - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 0, vocab_size, also=" or None")
+                check_integer(name, getattr(self, name), 0, vocab_size, also=" or None")
 
 
 @dataclass(frozen=True)
@@ -298,10 +298,10 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _check_integer("beam_width", self.beam_width, 1, MAX_SEQUENCES)
+        check_integer("beam_width", self.beam_width, 1, MAX_SEQUENCES)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, also=" or None")
-        _check_number("length_penalty", self.length_penalty, -10, 10)
+            check_integer("max_tokens", self.max_tokens, 1, also=" or None")
+        check_number("length_penalty", self.length_penalty, -10, 10)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping must be True, False or 'never', not {self.early_stopping!r}")
         stopping = self.stopping
