@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ class Span(NamedTuple):
     start: int
     end: int
     store: bool
-    owner: Hashable
+    owner: object
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Batch:
         stored = self._stored.get(node)
         return node.computed if stored is None else stored[1].end
 
-    def add(self, node: Node, end: int, owner: Hashable) -> None:
+    def add(self, node: Node, end: int, owner: object) -> None:
         """Compute the tokens of `node` up to `end` that have no keys yet."""
         span = Span(node, node.computed, end, True, owner)
         self._stored[node] = (self.num_rows, span)
@@ -67,7 +67,7 @@ class Batch:
             return stored[0] + offset - stored[1].start
         return self._asked.get((node, offset))
 
-    def ask(self, node: Node, offset: int, owner: Hashable) -> int:
+    def ask(self, node: Node, offset: int, owner: object) -> int:
         """Add a query-only row for token `offset` of `node`."""
         row = self._asked[node, offset] = self.num_rows
         self._append(Span(node, offset, offset + 1, False, owner))
@@ -90,7 +90,7 @@ class Batch:
 
     def store_slots(self, kv: KVManager) -> NDArray[np.int64]:
         """Return the slot that each row's keys go to, int64 [rows]; the scratch slot for query-only rows."""
-        scratch = np.array([kv.pool.scratch_slot], np.int64)
+        scratch = np.array([kv.pool.scratch_slot], np.int32)
         return _concatenate([kv.slots(s.node)[s.start : s.end] if s.store else scratch for s in self.spans])
 
     def tree_spec(self, kv: KVManager) -> tuple[TreeSpec, Slots]:
@@ -121,5 +121,5 @@ class Batch:
         self.num_rows += span.end - span.start
 
 
-def _concatenate(parts: list[NDArray[np.int64]] | list[NDArray[np.int32]]) -> NDArray[np.int64]:
+def _concatenate(parts: Sequence[NDArray[np.signedinteger[Any]]]) -> NDArray[np.int64]:
     return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)

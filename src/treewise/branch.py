@@ -59,9 +59,10 @@ class BranchTree:
         self.root = Branch(self, None, 0, None)
         if known is not None:
             self.root.tip = kv.hold(known)
-        given = [None] * len(self.prompt_tokens)
         self.root.grow(self.prompt_tokens[0 if known is None else known.end :], [], [])
-        self.root.tokens, self.root.logprobs, self.root.candidates = list(self.prompt_tokens), given, given.copy()
+        self.root.tokens = list(self.prompt_tokens)
+        self.root.logprobs = [None] * len(self.prompt_tokens)
+        self.root.candidates = [None] * len(self.prompt_tokens)
 
     def tips(self) -> Iterator[Node]:
         """Yield the node in which each live branch ends."""
@@ -276,6 +277,12 @@ class Branch:
 
     # ------------------------------------------------------------------ what the engine does with it
 
+    def end(self) -> Node:
+        """Return the node in which the path ends."""
+        self._require_alive()
+        assert self.tip is not None, "a live branch has at least the prompt's tokens"
+        return self.tip
+
     def grow(
         self, tokens: Sequence[int], logprobs: Sequence[float | None], candidates: Sequence[Candidates | None]
     ) -> None:
@@ -425,7 +432,7 @@ def generate(branches: Iterable[Branch], params: SamplingParams | None = None) -
     return Decode(branches, Sample(params))
 
 
-async def score(branches: Iterable[Branch], prompt: str, choices: Sequence[str]) -> list[list[float]]:
+async def score(branches: Iterable[Branch], prompt: str | Sequence[int], choices: Sequence[str]) -> list[list[float]]:
     """Rate each branch by how likely each of `choices` is after the branch's path and `prompt`.
 
     Prompt and choices are tokenised on their own. They stand on scratch forks, so every prefix's keys are shared and

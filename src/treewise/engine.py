@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import Any, cast
@@ -220,7 +221,7 @@ class Engine:
                 self._ready.append((task, results, None))
 
         for i, coroutine in enumerate(operation.coroutines):
-            children.append(Task(task.tree, coroutine, lambda r, e, i=i: finish(i, r, e), task))
+            children.append(Task(task.tree, coroutine, partial(finish, i), task))
             self._ready.append((children[-1], None, None))
         if not children:
             self._ready.append((task, [], None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from treewise.config import BeamSearchParams, SamplingParams
 from treewise.controller import BeamSearch
 from treewise.engine import Engine, Request
 from treewise.kv import KVManager, make_pool
-from treewise.models import load_model
+from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.operations import Limits
 from treewise.outputs import completion, draw, logprobs
 from treewise.results import ProgramOutput, RequestOutput, Tree
@@ -52,8 +52,10 @@ class LLM:
 
     Parameters
     ----------
-    model : str
-        A built-in name (``"smollm2-135m"``), a Transformers folder, a GGUF file or a hub id.
+    model : str or CausalLM
+        A built-in name (``"smollm2-135m"``), a Transformers folder, a GGUF file or a hub id; or a model in memory.
+    tokenizer : Tokenizer, optional
+        Of a model in memory; files bring their own.
     attention : str
         ``"auto"`` or a method of `treewise.attention.METHODS`, such as ``"deft:flatten"``.
     dtype : str
@@ -84,8 +86,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: str | CausalLM = "smollm2-135m",
         *,
+        tokenizer: Tokenizer | None = None,
         attention: str = "auto",
         dtype: str = "auto",
         device: str = "auto",
@@ -101,8 +104,13 @@ class LLM:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if max_num_rows < 1:
             raise ValueError(f"max_num_rows: {max_num_rows} rows a step are too few; at least 1")
-        self.model_name = model
-        causal_lm, self.tokenizer = load_model(model, dtype=dtype, device=device)
+        if isinstance(model, CausalLM):
+            if tokenizer is None:
+                raise ValueError("tokenizer: a model in memory needs the tokenizer that belongs to it")
+            causal_lm, self.tokenizer, self.model_name = model, tokenizer, model.config.architecture
+        else:
+            causal_lm, self.tokenizer = load_model(model, dtype=dtype, device=device)
+            self.model_name = model
         config = causal_lm.config
         if max_model_len is not None and not 0 < max_model_len <= config.max_positions:
             raise ValueError(f"max_model_len: {max_model_len} is not within 1 to the model's {config.max_positions}")
@@ -160,7 +168,8 @@ class LLM:
         ValueError
             If the model has no chat template or the template refuses the messages.
         """
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        single = len(messages) > 0 and isinstance(messages[0], dict)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         return self.generate([self.tokenizer.apply_chat_template(turns) for turns in conversations], params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -257,7 +266,7 @@ class LLM:
                 raise ValueError(f"prompt: {token!r} is not a token id of this model (0 to {size - 1})")
         return list(tokens)
 
-    def _default_slots(self, model: Any, page_size: int) -> int:
+    def _default_slots(self, model: CausalLM, page_size: int) -> int:
         config = model.config
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
         if model.device.type == "cuda":

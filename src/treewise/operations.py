@@ -271,10 +271,7 @@ class DecodeRun:
 
     def _await_logits(self) -> None:
         self._logits = {}
-        self._lanes = {
-            Lane(leaf.tree, lambda leaf=leaf: leaf.tip, leaf.num_tokens - 1, leaf.num_tokens): leaf
-            for leaf in self.leaves
-        }
+        self._lanes = {Lane(leaf.tree, leaf.end, leaf.num_tokens - 1, leaf.num_tokens): leaf for leaf in self.leaves}
 
     def _leaf(self, leaf: Branch) -> Leaf:
         return Leaf(
@@ -305,7 +302,7 @@ class ObserveRun:
         self.observed: list[list[Candidates]] = [[] for _ in operation.branches]
         self._next_tokens = [branch.path_tokens for branch in operation.branches]
         self._lanes = {
-            Lane(branch.tree, lambda branch=branch: branch.tip, start - 1, branch.num_tokens - 1): i
+            Lane(branch.tree, branch.end, start - 1, branch.num_tokens - 1): i
             for i, (branch, start) in enumerate(zip(operation.branches, operation.starts, strict=True))
         }
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from treewise.attention import Plan, plan_tree, run_plan, store_kv
+from treewise.attention import AttentionSpec, Plan, TreeSpec, get_backend, plan_tree, run_plan, store_kv
 from treewise.batch import Batch
-from treewise.kv import Copy, KVManager
+from treewise.kv import Copy, KVManager, Slots
 from treewise.models import CausalLM
 
 Plans = dict[int | None, Plan]
@@ -22,9 +25,14 @@ class Runner:
     ----------
     model : CausalLM
     attention : str
-        Method of attention, see `treewise.attention.METHODS`.
+        Method of attention, see `treewise.attention.plan_tree`.
     num_slots, page_size : int
         Of the pool that hands out the slots.
+
+    Raises
+    ------
+    ValueError
+        If there is no such method, or it cannot serve this model on its device.
 
     Attributes
     ----------
@@ -42,6 +50,7 @@ class Runner:
         # NOTE: zeros, not empty: a masked score is multiplied with whatever value lies there, and NaN would survive.
         self.k = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.v = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._refuse_unsupported()
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -61,23 +70,7 @@ class Runner:
 
     def plan(self, batch: Batch, kv: KVManager) -> Plans:
         """Plan the step's attention once for each kind of layer."""
-        config = self.model.config
-        spec, slots = batch.tree_spec(kv)
-        return {
-            window: plan_tree(
-                spec,
-                self.attention,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                slots=slots,
-                page_size=self.page_size,
-                dtype=self.dtype,
-                device=self.device,
-                window=window,
-            )
-            for window in set(config.layer_windows)
-        }
+        return self._plan(*batch.tree_spec(kv))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, plans: Plans, kv: KVManager) -> Tensor:
@@ -96,15 +89,41 @@ class Runner:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             store_kv(k, v, self.k[layer], self.v[layer], slots)
-            return run_plan(plans[windows[layer]], q, self.k[layer], self.v[layer], scale=scale)
+            return cast(Tensor, run_plan(plans[windows[layer]], q, self.k[layer], self.v[layer], scale=scale))
 
         logit_rows = self._upload(np.asarray(batch.logit_rows, np.int64))
-        return self.model(self._upload(batch.tokens()), self._upload(batch.positions()), attend, logit_rows)
+        logits = self.model(self._upload(batch.tokens()), self._upload(batch.positions()), attend, logit_rows)
+        return cast(Tensor, logits)
+
+    def _plan(self, spec: TreeSpec, slots: Slots | None) -> Plans:
+        config = self.model.config
+        return {
+            window: plan_tree(
+                spec,
+                self.attention,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                slots=slots,
+                page_size=self.page_size,
+                dtype=self.dtype,
+                device=self.device,
+                window=window,
+            )
+            for window in set(config.layer_windows)
+        }
+
+    def _refuse_unsupported(self) -> None:
+        """Plan the smallest of trees and ask the backend whether it would run it, before anything is served."""
+        for plan in self._plan(TreeSpec(parent=[-1], length=[1], query_node=[0]), None).values():
+            backend = get_backend(plan.backend, self.device)
+            if reasons := backend.unsupported(AttentionSpec.of(plan)):
+                raise ValueError(f"attention: {self.attention!r} cannot serve this model: {'; '.join(reasons)}")
 
     def _copy(self, copy: Copy) -> None:
         source, target = self._upload(copy.source), self._upload(copy.target)
         for pool in (self.k, self.v):
             pool[:, target] = pool[:, source]
 
-    def _upload(self, array: np.ndarray) -> Tensor:
+    def _upload(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)

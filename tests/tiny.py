@@ -1,0 +1,102 @@
+"""A model of a few thousand weights and a tokenizer of bytes: whole engines that run in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from treewise.config import ModelConfig, RopeConfig
+from treewise.llm import LLM
+from treewise.models import CausalLM, Tokenizer
+
+EOS = 0
+VOCABULARY = 128
+
+
+class Bytes:
+    """Token ``i`` is the byte ``i``; token 0 ends the text."""
+
+    eos_token_ids = frozenset({EOS})
+    bos_token_id = None
+    vocab_size = VOCABULARY
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        return [min(byte, VOCABULARY - 1) for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self.token_bytes(token) for token in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token == EOS else bytes([token])
+
+    def apply_chat_template(self, messages: Sequence[Any], add_generation_prompt: bool = True) -> list[int]:
+        return self.encode("".join(f"{turn['role']}: {turn['content']}\n" for turn in messages))
+
+
+def tiny_model(seed: int = 0, windows: tuple[int | None, ...] = (None, None), max_positions: int = 512) -> CausalLM:
+    """Return a random model with 6/2 heads of 8."""
+    rope = RopeConfig(tuple(10000.0 ** -(i / 4) for i in range(4)))
+    model = CausalLM(
+        ModelConfig(
+            architecture="TinyForCausalLM",
+            vocab_size=VOCABULARY,
+            hidden_size=48,
+            intermediate_size=64,
+            num_layers=len(windows),
+            num_heads=6,
+            num_kv_heads=2,
+            head_dim=8,
+            max_positions=max_positions,
+            layer_windows=windows,
+            layer_ropes=(rope,) * len(windows),
+            attention_scale=8**-0.5,
+            norm_eps=1e-5,
+            tie_embeddings=True,
+        )
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25)
+            else:
+                parameter.fill_(1.0)
+        model.embedding.weight.mul_(4)
+    return model.eval().requires_grad_(False)
+
+
+def tiny_llm(model: CausalLM | None = None, **options: Any) -> LLM:
+    """Return an engine around `model`, or around ``tiny_model()``."""
+    options.setdefault("num_kv_slots", 4096)
+    return LLM(tiny_model() if model is None else model, tokenizer=cast(Tokenizer, Bytes()), device="cpu", **options)
+
+
+@torch.inference_mode()
+def dense_logits(model: CausalLM, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logits at every position [tokens, vocabulary]: one sequence alone, no cache, no plan."""
+    n = len(tokens)
+    config = model.config
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = config.num_heads // config.num_kv_heads
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * config.attention_scale
+        distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+        window = config.layer_windows[layer]
+        hidden = (distance < 0) | (distance >= (n if window is None else window))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+
+    everything = torch.arange(n)
+    return model(torch.tensor(tokens), everything, attend, everything)
+
+
+def greedy(model: CausalLM, prompt: Sequence[int], count: int) -> list[int]:
+    """Return `count` greedy tokens after `prompt`, computed from scratch each time."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(dense_logits(model, tokens)[-1].argmax()))
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :]
