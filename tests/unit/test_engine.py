@@ -5,8 +5,8 @@ import time
 
 import pytest
 import torch
-
 from tiny import EOS, dense_logits, greedy, tiny_llm, tiny_model
+
 from treewise import BeamSearchParams, RequestsFailed, Rows, SamplingParams, call, decode, gather, generate, keep, score
 from treewise.attention import METHODS
 from treewise.branch import DeadBranchError
