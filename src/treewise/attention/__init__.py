@@ -95,8 +95,8 @@ def run_plan(
     reasons = chosen.unsupported(AttentionSpec.of(plan))
     if reasons:
         raise ValueError(f"backend {chosen.name!r} cannot run this plan: {'; '.join(reasons)}")
-    out, lse = chosen.run(plan, q, k, v, plan.head_dim**-0.5 if scale is None else scale)
-    return (out, lse) if return_lse else out
+    out, lse = chosen.run(plan, q, k, v, plan.head_dim**-0.5 if scale is None else scale, return_lse)
+    return out if not return_lse or lse is None else (out, lse)
 
 
 def store_kv(k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:

@@ -37,9 +37,9 @@ class AttentionBackend(Protocol):
         """Reasons why this backend cannot serve the spec; empty when it can."""
 
     def run(
-        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend; see `treewise.attention.run_plan`. Returns the output and the natural-log LSE in float32."""
+        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend; see `treewise.attention.run_plan`. Returns the output and the LSE, None unless asked for or free."""
 
     def store(
         self, k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor

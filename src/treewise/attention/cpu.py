@@ -63,8 +63,8 @@ class CPUBackend:
         return [] if spec.device.type == "cpu" else [f"it runs on a CPU, not on {spec.device}"]
 
     def run(
-        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `AttentionBackend`."""
         work = plan.prepared.get(self.name)
         if work is None:

@@ -20,8 +20,8 @@ class ReferenceBackend:
         return []
 
     def run(
-        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `AttentionBackend`."""
         order = torch.from_numpy(plan.row_order).long().to(q.device)
         rows = q[order].double()

@@ -115,6 +115,8 @@ def plan_tree(
     check("slots", slot, (slot >= 0) & (slot < 2**31), "be 0 to 2147483647")
 
     group_size = num_heads // num_kv_heads
+    if device.type == "cuda" and (row_tile or 1) * group_size > 256 and method.startswith("deft:"):
+        raise ValueError(f"row_tile is {row_tile}; on cuda it may hold at most 256 rows × heads of a KV head")
     if row_tile is None:
         row_tile = 128 if device.type == "cpu" else max(1, 64 // group_size)
     if mask == "words":
@@ -142,6 +144,7 @@ def plan_tree(
     if mask == "words":
         cut = partition.with_words(cut, window)
 
+    cut = partition.in_launch_order(cut, group_size)
     entry_rows = ranges(cut.items[:, ROW_LOW], cut.items[:, ROW_HIGH])
     # A stable sort of 16-bit keys is a radix sort, linear in the entries.
     entry_keys = entry_rows.astype(np.uint16) if tree.num_queries < 2**16 else entry_rows

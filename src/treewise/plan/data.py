@@ -118,6 +118,11 @@ class Plan:
         """Partial results that the items write, one a row of each item."""
         return len(self.reduce_entries)
 
+    @property
+    def direct(self) -> bool:
+        """Whether every row has exactly one partial result, so that nothing is left to merge."""
+        return bool((np.diff(self.reduce_indptr) == 1).all())
+
     def visible(self, item: int) -> npt.NDArray[np.bool_]:
         """Decode the mask of one item.
 
@@ -163,7 +168,7 @@ class Plan:
         token_bytes = 2 * heads * self.head_dim * size * layers
         row_values = self.num_heads * self.head_dim * layers
         unfused = self.method == "medusa"
-        direct = unfused or self.num_entries == self.num_rows
+        direct = unfused or self.direct
         # Unfused, the scores are written by the product, read and written by scale, mask and softmax, then read.
         scores = 8 * size * self.num_heads * layers * int((rows * tokens).sum()) if unfused else 0
         partials = 0 if direct else 2 * 4 * self.num_entries * (row_values + self.num_heads * layers)

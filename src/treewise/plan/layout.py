@@ -132,7 +132,8 @@ def ranges(start: Ints, end: Ints) -> Ints:
     """Concatenate arange(start[i], end[i]) for all i."""
     length = (end - start).astype(np.int64)
     ends = np.cumsum(length)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(start - (ends - length), length)
+    within = np.arange(ends[-1] if len(ends) else 0)
+    return np.asarray(within + np.repeat(start - (ends - length), length))
 
 
 class Readers(Protocol):

@@ -125,6 +125,16 @@ def with_words(partition: Partition, window: int | None) -> Partition:
     return partition._replace(items=items, mask_words=words)
 
 
+def in_launch_order(partition: Partition, group_size: int) -> Partition:
+    """Sort items so that those of one compiled kernel follow each other, and the longest of them come first."""
+    items = partition.items
+    masked = items[:, FREE_END] < items[:, KV_END]
+    wide = (items[:, ROW_HIGH] - items[:, ROW_LOW]) * group_size > 16
+    items = items[np.lexsort((items[:, KV_START] - items[:, KV_END], wide, masked))]
+    items[:, ENTRY] = indptr(items[:, ROW_HIGH] - items[:, ROW_LOW])[:-1]
+    return partition._replace(items=items)
+
+
 def _even(start: Ints, end: Ints, limit: Ints) -> tuple[Ints, Ints]:
     """Cut each range into the fewest pieces of at most its limit, as even as can be."""
     whole, number, pieces = _pieces(end - start, limit)
@@ -146,7 +156,6 @@ def _items(row_low: Ints, row_high: Ints, kv_start: Ints, kv_end: Ints, free_end
     columns = (ROW_LOW, ROW_HIGH, KV_START, KV_END, FREE_END, GROUP)
     for column, values in zip(columns, (row_low, row_high, kv_start, kv_end, free_end, group), strict=True):
         items[:, column] = values
-    items[:, ENTRY] = indptr(row_high - row_low)[:-1]
     return items
 
 
