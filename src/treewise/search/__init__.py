@@ -1,0 +1,92 @@
+"""Ready-made programs: best-of-n, self-consistency, beam search, Tree of Thoughts, template replay."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from treewise.branch import Branch
+from treewise.search.answers import EXTRACTORS, extract_answer, same_answer
+from treewise.search.beams import beam_search, replay
+from treewise.search.conversation import ask
+from treewise.search.samples import best_of_n, self_consistency
+from treewise.search.thoughts import EVALUATORS, tree_of_thoughts
+
+__all__ = [
+    "EVALUATORS",
+    "EXTRACTORS",
+    "STRATEGIES",
+    "Strategy",
+    "ask",
+    "beam_search",
+    "best_of_n",
+    "extract_answer",
+    "replay",
+    "same_answer",
+    "self_consistency",
+    "tree_of_thoughts",
+]
+
+
+Program = Callable[..., Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A program that can be chosen by name.
+
+    Attributes
+    ----------
+    name : str
+    program : async function
+        Takes the root `Branch` and keywords, all of which have defaults.
+    """
+
+    name: str
+    program: Program
+
+    @property
+    def description(self) -> str:
+        """What the strategy does, in one line."""
+        return (inspect.getdoc(self.program) or "").partition("\n")[0]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Its keywords with their defaults."""
+        return {
+            name: parameter.default
+            for name, parameter in inspect.signature(self.program).parameters.items()
+            if parameter.default is not parameter.empty
+        }
+
+    def build(self, **settings: Any) -> Program:
+        """Return the program with `settings` in place of its defaults.
+
+        Raises
+        ------
+        ValueError
+            If the strategy has no such keyword. Values are checked when the program starts.
+        """
+        defaults = self.defaults
+        for name in settings:
+            if name not in defaults:
+                raise ValueError(f"{name}: strategy {self.name} has no such setting; it has {', '.join(defaults)}")
+
+        async def program(root: Branch) -> Any:
+            return await self.program(root, **settings)
+
+        program.__name__ = self.name
+        return program
+
+
+_PROGRAMS: dict[str, Program] = {
+    "best_of_n": best_of_n,
+    "self_consistency": self_consistency,
+    "beam_search": beam_search,
+    "tot": tree_of_thoughts,
+    "replay": replay,
+}
+STRATEGIES = {name: Strategy(name, program) for name, program in _PROGRAMS.items()}
+"""The ready-made programs by name."""

@@ -1,0 +1,127 @@
+"""Programs that draw several answers and choose among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from treewise.branch import Branch, call, generate, keep
+from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer
+from treewise.search.answers import EXTRACTORS, Extractor, same_answer
+
+Reward = Callable[[list[str]], Sequence[float]]
+"""Rates texts, all in one call; higher is better."""
+
+RANKINGS = ("mean_logprob", "logprob")
+
+
+async def best_of_n(
+    root: Branch,
+    n: int = 8,
+    by: str | Reward = "mean_logprob",
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    max_tokens: int = 256,
+    stop: Sequence[str] = (),
+) -> Branch:
+    """Draw n answers and keep the best by log-probability or by a reward.
+
+    Parameters
+    ----------
+    root : Branch
+    n : int
+        Answers to draw.
+    by : {"mean_logprob", "logprob"} or callable
+        What is best: the highest log-probability a token, or summed, or the reward that a function gives to the list
+        of all texts. The function runs in a worker thread.
+    temperature, top_p, max_tokens, stop
+        As in `SamplingParams`.
+
+    Returns
+    -------
+    Branch
+        The best answer; its score is what it was chosen by. The others are pruned.
+
+    Raises
+    ------
+    ValueError
+        If a parameter is out of range, or the reward does not give one number a text.
+    """
+    if not callable(by) and by not in RANKINGS:
+        raise ValueError(f"by: {by!r} is neither one of {', '.join(RANKINGS)} nor a function")
+    answers = await _draw(root, n, temperature, top_p, max_tokens, stop)
+    if callable(by):
+        values = [float(value) for value in await call(by, [answer.text for answer in answers])]
+    else:
+        values = [mean_logprob(answer, root) if by == "mean_logprob" else answer.logprob for answer in answers]
+    return keep(answers, values, 1)[0]
+
+
+async def self_consistency(
+    root: Branch,
+    n: int = 8,
+    extract: str | Extractor = "answer",
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    max_tokens: int = 256,
+    stop: Sequence[str] = (),
+) -> list[Branch]:
+    """Draw n solutions and keep those that come to the answer of the majority.
+
+    Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022. Of two answers with
+    equally many votes the one wins whose best solution has the higher log-probability a token.
+
+    Parameters
+    ----------
+    root : Branch
+    n : int
+        Solutions to draw.
+    extract : str or callable
+        How to find a solution's answer: a name from `EXTRACTORS`, or a function that returns the answer in a text or
+        None. A solution without an answer has no vote.
+    temperature, top_p, max_tokens, stop
+        As in `SamplingParams`.
+
+    Returns
+    -------
+    list of Branch
+        The solutions that agree with the majority, the likeliest a token first; if nothing has an answer, the
+        likeliest one. A branch's score is the share of the votes that its answer has, its `note` the answer. The
+        others are pruned.
+
+    Raises
+    ------
+    ValueError
+        If a parameter is out of range.
+    """
+    if not callable(extract) and extract not in EXTRACTORS:
+        raise ValueError(f"extract: {extract!r} is neither one of {', '.join(EXTRACTORS)} nor a function")
+    extractor = extract if callable(extract) else EXTRACTORS[extract]
+    solutions = await _draw(root, n, temperature, top_p, max_tokens, stop)
+    solutions.sort(key=lambda solution: -mean_logprob(solution, root))
+    voters: dict[str, list[Branch]] = {}
+    for solution in solutions:
+        solution.note, solution.score = extractor(solution.text), 0.0
+        if solution.note is not None:
+            voters.setdefault(same_answer(solution.note), []).append(solution)
+    for agreeing in voters.values():
+        for solution in agreeing:
+            solution.score = len(agreeing) / n
+    # Answers stand in the order of their likeliest solutions, and `max` takes the first of equals.
+    majority = max(voters.values(), key=len) if voters else solutions[:1]
+    for solution in solutions:
+        if solution not in majority:
+            solution.prune()
+    return majority
+
+
+def mean_logprob(branch: Branch, since: Branch) -> float:
+    """Return the log-probability a token of what `branch` has beyond its ancestor `since`; 0 where that is nothing."""
+    return (branch.logprob - since.logprob) / max(branch.num_tokens - since.num_tokens, 1)
+
+
+async def _draw(
+    root: Branch, n: int, temperature: float, top_p: float, max_tokens: int, stop: Sequence[str]
+) -> list[Branch]:
+    check_integer("n", n, 1, MAX_SEQUENCES)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop)
+    return await generate(root.fork(n), params)

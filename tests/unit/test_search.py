@@ -1,0 +1,278 @@
+"""The ready-made programs on a tiny random model: what they choose, what they leave behind, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from tiny import EOS, Bytes, dense_logits, tiny_llm, tiny_model
+
+from treewise.branch import DeadBranchError, generate
+from treewise.config import BeamSearchParams, SamplingParams
+from treewise.search import STRATEGIES, ask, beam_search, best_of_n, replay, self_consistency, tree_of_thoughts
+
+MODEL = tiny_model()
+SHORT = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 6}
+THOUGHTS = {"depth": 2, "stop": " ", "thought_tokens": 5, "answer_tokens": 4, "temperature": 1.0, "top_p": 1.0}
+SETTINGS = {
+    "best_of_n": {"n": 4, **SHORT},
+    "self_consistency": {"n": 5, "extract": lambda text: str(len(text.strip("aeiou ")) % 2), **SHORT},
+    "beam_search": {"beam_width": 3, "max_tokens": 5},
+    "tot": THOUGHTS,
+    "replay": {},
+}
+
+
+class ChatBytes(Bytes):
+    """A tokenizer with a chat template: ``[role]text`` a turn, each ended by token 0, written ``~``."""
+
+    has_chat_template = True
+
+    def encode(self, text, *, add_special_tokens=True, parse_special=False):
+        tokens = super().encode(text)
+        return [EOS if parse_special and token == ord("~") else token for token in tokens]
+
+    def render_chat(self, messages, add_generation_prompt=True):
+        turns = "".join(f"[{turn['role']}]{turn['content']}~" for turn in messages)
+        return turns + "[assistant]" * add_generation_prompt
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        return self.encode(self.render_chat(messages, add_generation_prompt), parse_special=True)
+
+
+def run(name, prompt="two plus two", seed=3, llm=None, **settings):
+    llm = llm or tiny_llm(MODEL, enable_prefix_caching=False)
+    [result] = llm.run(STRATEGIES[name].build(**SETTINGS[name] | settings), [prompt], seed=seed)
+    llm.engine.check_integrity()
+    assert not llm.engine.kv.forest.roots, "something was left in the pool"
+    return result
+
+
+def alone(branch):
+    """Log-probs of a branch's path, computed as one sequence without cache or tree; None for given tokens."""
+    tokens = branch.path_tokens
+    logprobs = torch.log_softmax(dense_logits(MODEL, tokens), dim=-1)
+    return [None, *(float(logprobs[i, token]) for i, token in enumerate(tokens[1:]))]
+
+
+def branches_of(result):
+    value = result.value
+    return list((value[0] if isinstance(value, list) else value).tree.branches())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_branch_of_a_tree_is_the_same_path_alone(name):
+    for branch in branches_of(run(name)):
+        expected = alone(branch)
+        decoded = [place for place, logprob in enumerate(branch.logprobs) if logprob is not None]
+        own = [branch.logprobs[place] for place in decoded]
+        assert own == pytest.approx([expected[branch.start + place] for place in decoded], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_seed_gives_one_tree(name):
+    first, second, other = run(name), run(name), run(name, seed=4)
+    assert first.tree.nodes == second.tree.nodes
+    if name not in ("beam_search", "replay"):
+        assert first.tree.nodes != other.tree.nodes
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_tree_does_not_depend_on_the_others_in_the_batch(name):
+    llm = tiny_llm(MODEL, enable_prefix_caching=False)
+    program = STRATEGIES[name].build(**SETTINGS[name])
+    results = llm.run(program, ["two plus two", "seven", "two plus three"], seed=3)
+    [first] = llm.run(program, ["two plus two"], seed=3)
+    assert [node.token_ids for node in results[0].tree.nodes] == [node.token_ids for node in first.tree.nodes]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_inner_branch_stays_behind_as_an_answer(name):
+    result = run(name, **{"depth": 3} if name == "tot" else {})
+    kept = result.value if isinstance(result.value, list) else [result.value]
+    assert sorted(output.token_ids for output in result.outputs) == sorted(branch.token_ids for branch in kept)
+    assert all(branch.score is not None for branch in kept)
+
+
+@pytest.mark.parametrize(
+    ("by", "value"),
+    [
+        ("mean_logprob", lambda branch: branch.logprob / len(branch.token_ids)),
+        ("logprob", lambda branch: branch.logprob),
+        (lambda texts: [text.count("e") - len(text) for text in texts], lambda b: b.text.count("e") - len(b.text)),
+    ],
+)
+def test_best_of_n_keeps_the_best(by, value):
+    result = run("best_of_n", by=by)
+    answers = branches_of(result)[1:]
+    assert len(answers) == 4
+    assert result.value is max(answers, key=value)
+    assert [answer.score for answer in answers] == pytest.approx([value(answer) for answer in answers])
+    assert [answer.pruned for answer in answers] == [answer is not result.value for answer in answers]
+
+
+def test_a_reward_must_rate_every_text():
+    with pytest.raises(ValueError, match="values: 1 values for 4 branches"):
+        run("best_of_n", by=lambda texts: [0.0])
+
+
+def test_self_consistency_counts_votes():
+    result = run("self_consistency")
+    solutions = branches_of(result)[1:]
+    votes = [solution.note for solution in solutions]
+    winner = result.value[0].note
+    assert votes.count(winner) * 2 > len(votes)
+    assert {s for s in solutions if s.note == winner} == set(result.value)
+    assert all(s.score == votes.count(s.note) / 5 and s.pruned == (s.note != winner) for s in solutions)
+    means = [s.logprob / len(s.token_ids) for s in result.value]
+    assert means == sorted(means, reverse=True)
+
+
+def test_self_consistency_breaks_ties_by_the_likeliest_solution():
+    result = run("self_consistency", extract=lambda text: text)
+    solutions = branches_of(result)[1:]
+    assert len({solution.text for solution in solutions}) == 5
+    assert result.value == [max(solutions, key=lambda s: s.logprob / len(s.token_ids))]
+
+
+def test_self_consistency_without_any_answer_keeps_the_likeliest():
+    result = run("self_consistency", extract=lambda text: None)
+    [best] = result.value
+    assert best.score == 0 and best.note is None
+
+
+def test_beam_search_is_the_engines_own():
+    result = run("beam_search")
+    [other] = tiny_llm(MODEL).beam_search(["two plus two"], BeamSearchParams(3, max_tokens=5))
+    assert [branch.token_ids for branch in result.value] == [output.token_ids for output in other.outputs]
+    assert [b.score for b in result.value] == pytest.approx([b.logprob / len(b.token_ids) for b in result.value])
+
+
+@pytest.mark.parametrize("evaluate", ["judge", "vote", "logprob"])
+def test_tree_of_thoughts_keeps_the_best_chains(evaluate):
+    result = run("tot", evaluate=evaluate, depth=2, beam=2, conclude="=")
+    tree = branches_of(result)
+    levels = [[branch for branch in tree if len(branch.path) == depth] for depth in (1, 2, 3)]
+    assert [len(level) for level in levels] == [3, 6, 2]
+    for level, beam in zip(levels, (2, 2, 1), strict=True):
+        ranked = sorted(level, key=lambda branch: -branch.score)
+        # A kept chain may be given up later, with the last of those that went on from it.
+        assert not any(branch.children or branch.alive for branch in ranked[beam:])
+        assert all(branch.all_children for branch in ranked[:beam] if branch not in levels[2])
+    assert result.value is max(levels[2], key=lambda branch: branch.score)
+    assert all(branch.text.partition("=")[1] for branch in levels[2])
+    for branch in levels[0] + levels[1]:
+        assert branch.finish_reason == "length" or branch.stop_reason == " " or branch.tokens[-1] == EOS
+
+
+def test_a_chain_that_ended_stays_in_the_race():
+    async def program(root):
+        # Only the end of the text can follow: every chain is over after its first token.
+        return await tree_of_thoughts(root, depth=3, width=2, beam=2, temperature=0, evaluate="logprob")
+
+    model = tiny_model()
+    bias = dense_logits(model, [5])[-1]
+    original = model.forward
+    model.forward = lambda *args: original(*args).index_fill(1, torch.tensor([EOS]), float(bias.max()) + 100)
+    [result] = tiny_llm(model).run(program, ["x"])
+    assert result.value.token_ids == [EOS]
+    assert len(branches_of(result)) == 3, "no branch goes on from an ended one"
+
+
+def test_replay_repeats_a_recording():
+    spans = [[-7, 0, [1, 2]], [1, 2, [3, 4]], [1, 3, []], [3, 3, []], [3, 6, []]]
+    for prompt in ("x", "a much longer prompt than the recorded one"):
+        result = run("replay", prompt=prompt, recording=spans)
+        shape = [(len(node.token_ids), node.state == "pruned") for node in result.tree.nodes]
+        assert shape == [(len(prompt), False), (2, False), (1, True), (4, False), (3, True)]
+        first, second = result.tree.nodes[1], result.tree.nodes[4]
+        ranks = dense_logits(MODEL, list(prompt.encode()))[-1].topk(2).indices.tolist()
+        assert [first.token_ids[0], second.token_ids[0]] == ranks
+
+
+def test_replay_reads_a_file(tmp_path):
+    path = tmp_path / "recording.json"
+    path.write_text(json.dumps([[0, 0, [1, 2]], [1, 3, []], [1, 3, []]]))
+    assert [len(branch.token_ids) for branch in run("replay", recording=str(path)).value] == [3, 3]
+
+
+def test_a_question_to_plain_text_is_a_paragraph():
+    async def program(root):
+        [branch] = await generate(root.fork(1), SamplingParams(temperature=0, max_tokens=3))
+        return branch, await ask([root, branch], "Good?", ["yes", "no"])
+
+    [result] = tiny_llm(MODEL).run(program, ["text"])
+    branch, rated = result.value
+    for path, values in zip((branch.parent, branch), rated, strict=True):
+        for choice, value in zip((" yes", " no"), values, strict=True):
+            tokens = [*path.path_tokens, *b"\n\nGood?\nAnswer:", *choice.encode()]
+            assert value == pytest.approx(logprob_of_end(tokens, len(choice)), abs=1e-3)
+    assert len(result.tree.nodes) == 2, "questions leave nothing behind"
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_question_in_a_chat_is_the_next_turn(ended):
+    codec = ChatBytes()
+    prompt = codec.apply_chat_template([{"role": "user", "content": "hi"}])
+
+    async def program(root):
+        branch = root.fork()[0].append("yo").append([EOS] * ended)
+        return await ask([branch], "~Good?", ["yes"])
+
+    llm = tiny_llm(MODEL)
+    llm.engine.codec = codec
+    [result] = llm.run(program, [prompt])
+    # What looks like a special token in the question is plain text there.
+    tokens = [*prompt, *b"yo", EOS, *b"[user]~Good?", EOS, *b"[assistant]", *b"yes"]
+    assert result.value[0][0] == pytest.approx(logprob_of_end(tokens, 3), abs=1e-3)
+
+
+def logprob_of_end(tokens, count):
+    logprobs = torch.log_softmax(dense_logits(MODEL, tokens), dim=-1)
+    return sum(float(logprobs[place - 1, tokens[place]]) for place in range(len(tokens) - count, len(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "message"),
+    [
+        (best_of_n, {"n": 0}, "n must be an integer"),
+        (best_of_n, {"by": "length"}, "by: 'length' is neither one of mean_logprob, logprob nor a function"),
+        (best_of_n, {"temperature": -1}, "temperature must be"),
+        (self_consistency, {"extract": "digits"}, "extract: 'digits' is neither one of answer, boxed"),
+        (self_consistency, {"n": "many"}, "n must be an integer"),
+        (beam_search, {"beam_width": 0}, "beam_width must be"),
+        (tree_of_thoughts, {"depth": 0}, "depth must be"),
+        (tree_of_thoughts, {"width": 1.5}, "width must be"),
+        (tree_of_thoughts, {"beam": -1}, "beam must be"),
+        (tree_of_thoughts, {"thought_tokens": 0}, "thought_tokens must be"),
+        (tree_of_thoughts, {"evaluate": "guess"}, "evaluate: 'guess' is not one of judge, vote, logprob"),
+        (replay, {"recording": []}, "recording: not a list"),
+        (replay, {"recording": [[0, 0]]}, r"recording\[0\]: \[0, 0\] is not"),
+        (replay, {"recording": [[0, 0, [0]]]}, r"recording\[0\]"),
+        (replay, {"recording": [[0, 0, [1]], [3, 3, []]]}, r"spans\[1\] must start at 1"),
+        (replay, {"max_tokens": -1}, "max_tokens must be"),
+    ],
+)
+def test_mistakes_are_named(program, settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_llm(MODEL).run(program, ["x"], **settings)
+
+
+def test_a_strategy_says_what_it_has():
+    for name, strategy in STRATEGIES.items():
+        assert strategy.name == name
+        assert strategy.description.endswith((".", "text."))
+        assert strategy.defaults
+        assert strategy.build().__name__ == name
+    assert STRATEGIES["best_of_n"].defaults["n"] == 8
+    with pytest.raises(ValueError, match="breadth: strategy tot has no such setting; it has depth, width"):
+        STRATEGIES["tot"].build(breadth=3)
+
+
+def test_an_answer_outlives_its_request_as_text_only():
+    best = run("best_of_n").value
+    assert best.text and math.isfinite(best.score)
+    with pytest.raises(DeadBranchError):
+        best.fork()
