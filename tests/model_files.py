@@ -1,0 +1,88 @@
+"""Files of real models, small random models, and a dense attention to run them with."""
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from treewise.config import ModelConfig
+from treewise.models import CausalLM
+from treewise.models.builtin import fetch_builtin
+from treewise.models.cache import cache_folder, make_once
+
+REAL_MODELS = ("smollm2", "qwen2", "gemma3")
+
+
+def shared_folder() -> Path:
+    """Where helpers lie that are not part of the repository."""
+    return Path(os.environ.get("TREEWISE_SHARED") or Path(__file__).parents[2] / "shared")
+
+
+def find_real_model(name: str) -> Path:
+    """The GGUF file of a real model, fetched into the cache once; skips the test where it cannot be had."""
+    if name == "smollm2":
+        return fetch_builtin("smollm2-135m")
+    folder = cache_folder() / "tests"
+    present = list(folder.glob(f"{name}-*.gguf"))
+    if present:
+        return present[0]
+    getter = shared_folder() / "models" / "get.py"
+    if not getter.exists():
+        pytest.skip(f"{name}: {getter} is not here (TREEWISE_SHARED names the folder)")
+    folder.mkdir(parents=True, exist_ok=True)
+    fetched = load_script(getter).get(name, folder)
+    return make_once(folder / f"{name}-{fetched.name}", fetched.rename)
+
+
+def load_script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class DenseAttention:
+    """Plain attention over one sequence in the model's own type: causal, with the window of each layer.
+
+    Rows may come in several calls; rows of calls before stay visible.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.past: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.positions = torch.empty(0, dtype=torch.int64)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        config = self.config
+        positions = self.positions  # of the rows of this call, set by run_dense
+        if layer in self.past:
+            past_k, past_v, past_positions = self.past[layer]
+            k, v = torch.cat([past_k, k]), torch.cat([past_v, v])
+            key_positions = torch.cat([past_positions, positions])
+        else:
+            key_positions = positions
+        self.past[layer] = k, v, key_positions
+        distance = positions[:, None] - key_positions  # [rows, keys]
+        visible = distance >= 0
+        if (window := config.layer_windows[layer]) is not None:
+            visible &= distance < window
+        groups = config.num_heads // config.num_kv_heads
+        k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))  # [heads, keys, dim]
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) * config.attention_scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        return (weights @ v).transpose(0, 1)
+
+
+def run_dense(
+    model: CausalLM, tokens: list[int], positions: Tensor | None = None, attention: DenseAttention | None = None
+) -> Tensor:
+    """Logits of all rows of one sequence, ``[rows, vocab]``."""
+    attention = attention or DenseAttention(model.config)
+    attention.positions = torch.arange(len(tokens)) if positions is None else positions
+    with torch.inference_mode():
+        return model(torch.tensor(tokens), attention.positions, attention, torch.arange(len(tokens)))
