@@ -83,7 +83,7 @@ class TritonBackend:
                 MASK=MASK_KINDS[plan.mask] if launch.masked else kernels.NO_MASK,
                 WINDOW=plan.window is not None, DIRECT=plan.direct,
                 PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=3 if dim_pad <= 128 else 2,
-                num_warps=4 if launch.packed <= 64 else 8,
+                num_warps=8 if launch.packed > 64 or dim_pad > 128 or plan.method == "vanilla" else 4,
             )  # fmt: skip
         if not plan.direct:
             kernels.reduce_entries[(plan.num_rows, plan.num_heads)](

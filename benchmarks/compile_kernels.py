@@ -1,0 +1,109 @@
+"""Compile the Triton kernels for sm_90 on any machine and list registers, spills, shared memory and instructions.
+
+    python benchmarks/compile_kernels.py [--dtype fp16|bf16|fp32]
+
+Needs no GPU: Triton's wheels carry the assembler. Exits with 1 if a kernel spills registers to the stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from treewise.attention import kernels
+
+POINTERS = {
+    "items": "*i32",
+    "row_order": "*i32",
+    "row_position": "*i32",
+    "kv_slots": "*i32",
+    "kv_low": "*i32",
+    "kv_high": "*i32",
+    "kv_position": "*i32",
+    "indptr": "*i32",
+    "entries": "*i32",
+    "slots": "*i64",
+    "masks": "*i64",
+    "lse": "*fp32",
+    "part_lse": "*fp32",
+    "parts": "*fp32",
+    "scale_log2": "fp32",
+}
+ELEMENTS = ("q", "k", "v", "out", "k_new", "v_new")
+
+
+def compile_kernel(kernel: Any, constants: dict[str, Any], dtype: str, warps: int, **types: str) -> bool:
+    """Compile one kernel, print a line about it, and tell whether it spills."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else "i32" for name in names}
+    signature |= {name: kind for name, kind in POINTERS.items() if name in names}
+    signature |= {name: f"*{dtype}" for name in ELEMENTS if name in names} | types
+    # As a launch specialises them: pointers are aligned, strides multiples of 16 elements.
+    aligned = [name for name in names if signature[name][0] == "*" or name.endswith(("_row", "_head", "_slot"))]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 3})
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not os.access(tool, os.X_OK):
+        tool.chmod(0o755)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    registers, stack = (int(number) for number in found.groups()) if found else (-1, -1)
+    ptx = compiled.asm["ptx"]
+    shown = {
+        name: constants[name] for name in ("GROUP", "DIM", "PACKED", "TOKENS", "MASK", "WINDOW") if name in constants
+    }
+    print(
+        f"{kernel.__name__:15} {dtype} {shown} warps {warps}: registers {registers} stack {stack} "
+        f"shared {compiled.metadata.shared} wgmma {ptx.count('wgmma.mma_async')} "
+        f"mma {len(re.findall('mma.sync', ptx))} cp.async {ptx.count('cp.async.c')}",
+        flush=True,
+    )
+    return stack > 0
+
+
+def main() -> None:
+    """Compile every kernel in the shapes that matter."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="fp16", choices=("fp16", "bf16", "fp32"))
+    dtype = parser.parse_args().dtype
+    print(f"triton {triton.__version__}")
+    spills = False
+    shapes = [(16, 0), (64, 0), (64, 1), (64, 2), (16, 3), (64, 4), (128, 0)]
+    for dim, group in ((128, 4), (64, 3), (256, 4)):
+        wide = dim * (4 if dtype == "fp32" else 2) > 256
+        tile = {"KV_HEADS": 8, "GROUP": group, "DIM": dim, "DIM_PAD": dim, "TOKENS": 32 if wide else 64}
+        tile |= {"DIRECT": False, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "STAGES": 2 if dim > 128 else 3}
+        for packed, mask in shapes if dim == 128 else shapes[1:3]:
+            kernel = kernels.attend_alone if mask == 4 else kernels.attend_items
+            constants = tile | {"PACKED": packed, "MASK": mask, "WINDOW": dim == 256}
+            masks = {"masks": "*u8"} if mask == 4 else {}
+            spills |= compile_kernel(
+                kernel, constants, dtype, 8 if packed > 64 or dim > 128 or mask == 4 else 4, out="*fp32", **masks
+            )
+    merge = {"HEADS": 32, "DIM": 128, "DIM_PAD": 128, "ENTRIES": 4}
+    spills |= compile_kernel(kernels.reduce_entries, merge, dtype, 1)
+    store = {"DIM": 128, "DIM_PAD": 128, "HEADS": 8, "HEADS_PAD": 8}
+    spills |= compile_kernel(kernels.store_rows, store, dtype, 4)
+    raise SystemExit(spills)
+
+
+if __name__ == "__main__":
+    main()
