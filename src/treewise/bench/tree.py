@@ -1,8 +1,7 @@
-"""Times one branching request, beside Transformers or beside per-sequence attention in the same engine."""
+"""Times one branching request beside Transformers, or its attention beside per-sequence attention."""
 
 from __future__ import annotations
 
-import gc
 import resource
 import statistics
 import sys
@@ -46,8 +45,8 @@ def tree(
     Parameters
     ----------
     against
-        transformers: `generate(num_return_sequences=…)` of Transformers on the same weights. radix: this engine with
-        attention that reads each branch's keys and values on its own, and attention alone over the same steps.
+        transformers: `generate(num_return_sequences=…)` of Transformers on the same weights. radix: attention
+        alone, all layers of all decode steps, against the method that reads each branch's keys and values on its own.
     model
         As in `treewise generate`.
     attention
@@ -69,7 +68,6 @@ def tree(
             raise ValueError(f"{name}: must be at least 1, not {value}")
     if new_tokens < 2:
         raise ValueError(f"new_tokens: must be at least 2, not {new_tokens}")
-    prompt = make_prompt(model, prompt_tokens)
     result: dict[str, Any] = {
         "bench": "tree",
         "model": model,
@@ -82,11 +80,16 @@ def tree(
         "repeats": repeats,
         "machine": describe_machine(place),
     }
-    runs = {"treewise": treewise_run(model, attention, device, prompt, branches, new_tokens)}
-    if against == "transformers":
-        runs["transformers"] = transformers_run(model, device, prompt, branches, new_tokens)
-    elif against == "radix":
-        runs["treewise radix"] = treewise_run(model, "radix", device, prompt, branches, new_tokens)
+    runs: dict[str, Run]
+    if against == "radix":
+        config = read_config(read_json(locate(model) / "config.json"))
+        tokens, shape = branches * (new_tokens - 1), (config, place, prompt_tokens, branches, new_tokens)
+        runs = {name: attention_run(method, *shape) for name, method in (("treewise", attention), ("radix", "radix"))}
+    else:
+        tokens, prompt = branches * new_tokens, make_prompt(model, prompt_tokens)
+        runs = {"treewise": treewise_run(model, attention, device, prompt, branches, new_tokens)}
+        if against == "transformers":
+            runs["transformers"] = transformers_run(model, device, prompt, branches, new_tokens)
     times: dict[str, list[float]] = {name: [] for name in runs}
     with progress() as bar:
         task = bar.add_task("tree", total=repeats * len(runs))
@@ -94,10 +97,10 @@ def tree(
             for name, run in runs.items():
                 bar.update(task, description=f"{name}, run {repeat + 1} of {repeats}")
                 start = time.perf_counter()
-                tokens = run(repeat)
+                decoded = run(repeat)
                 times[name].append(time.perf_counter() - start)
-                if tokens != branches * new_tokens:
-                    raise RuntimeError(f"{name} decoded {tokens} tokens, not {branches * new_tokens}")
+                if decoded != tokens:
+                    raise RuntimeError(f"{name} decoded {decoded} tokens, not {tokens}")
                 bar.advance(task)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     rows: list[dict[str, Any]] = [
@@ -106,7 +109,7 @@ def tree(
             "seconds": medians[name],
             "low": min(times[name]),
             "high": max(times[name]),
-            "tokens/s": branches * new_tokens / medians[name],
+            "tokens/s": tokens / medians[name],
             "times treewise": medians[name] / medians["treewise"],
         }
         for name in runs
@@ -115,28 +118,12 @@ def tree(
     result["median_seconds"] = medians
     result["tokens_per_second"] = {row["engine"]: row["tokens/s"] for row in rows}
     result["ratio"] = rows[-1]["times treewise"]
-    if against == "radix":
-        del runs, run
-        gc.collect()
-        config = read_config(read_json(locate(model) / "config.json"))
-        shape = (config, place, prompt_tokens, branches, new_tokens)
-        alone = {method: attention_seconds(method, *shape, repeats) for method in (attention, "radix")}
-        rows += [
-            {
-                "engine": f"attention alone, {method}",
-                "seconds": statistics.median(seconds),
-                "low": min(seconds),
-                "high": max(seconds),
-                "tokens/s": branches * new_tokens / statistics.median(seconds),
-                "times treewise": statistics.median(seconds) / statistics.median(alone[attention]),
-            }
-            for method, seconds in alone.items()
-        ]
-        result["attention_seconds"] = alone
-        result["attention_ratio"] = rows[-1]["times treewise"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     result["peak_memory_gb"] = peak / 1e9
-    title = f"{prompt_tokens}-token prompt, {branches} branches of {new_tokens} tokens, {model}, float32, {device}"
+    title = (
+        "attention alone, " * (against == "radix")
+        + f"{prompt_tokens}-token prompt, {branches} branches of {new_tokens} tokens, {model}, float32, {device}"
+    )
     report(title, rows, result)
 
 
@@ -204,21 +191,12 @@ def transformers_run(model: str, device: str, prompt: list[int], branches: int, 
     return run
 
 
-def attention_seconds(
-    method: str,
-    config: ModelConfig,
-    device: torch.device,
-    prompt_tokens: int,
-    branches: int,
-    new_tokens: int,
-    repeats: int,
-) -> list[float]:
-    """Time all that attention does in the decode steps of such a request: plans, stores, every layer's run.
+def attention_run(
+    method: str, config: ModelConfig, device: torch.device, prompt_tokens: int, branches: int, new_tokens: int
+) -> Run:
+    """Return all that attention does in the decode steps of such a request: plans, stores, every layer's run.
 
-    Returns
-    -------
-    list of float
-        Seconds of each repeat, for all steps together.
+    The first token of each branch belongs to the prompt's own step and is left out.
     """
     num_slots = prompt_tokens + branches * new_tokens
     generator = torch.Generator(device).manual_seed(0)
@@ -252,13 +230,12 @@ def attention_seconds(
             store_kv(new, new, k, v, stored)
             run_plan(plans[window], q, k, v, scale=config.attention_scale)
 
-    step(1)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    def run(seed: int) -> int:
         for length in range(1, new_tokens):
             step(length)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        return branches * (new_tokens - 1)
+
+    step(1)
+    return run

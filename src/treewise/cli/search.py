@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from treewise.cli.options import ModelOptions, encode_chat, read_prompt, working
+from treewise.results import shorten
 
 
 def search(
@@ -25,6 +26,7 @@ def search(
     html: Path | None = None,
     json_file: Annotated[Path | None, Parameter("--json")] = None,
     dot: Path | None = None,
+    seed: int | None = None,
     options: Annotated[ModelOptions | None, Parameter("*", group="Model and engine")] = None,
 ) -> None:
     """Solve a prompt with a search strategy, and draw its tree.
@@ -51,9 +53,12 @@ def search(
         Write the tree as JSON.
     dot
         Write the tree for Graphviz.
+    seed
+        The same seed gives the same tree.
     """
     from treewise.search import STRATEGIES
 
+    strategy = strategy.replace("-", "_")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: {strategy!r} is not one of {', '.join(STRATEGIES)}")
     if system is not None and not chat:
@@ -64,7 +69,7 @@ def search(
     program = STRATEGIES[strategy].build(**values)
     llm = options.load()
     with working(f"Searching with {strategy}"):
-        [result] = llm.run(program, [encode_chat(llm, question, system) if chat else question])
+        [result] = llm.run(program, [encode_chat(llm, question, system) if chat else question], seed=seed)
     tree = replace(result.tree, strategy=strategy, model=Path(options.model).name)
     print(result.best.text if result.best is not None else result.value)
     if text:
@@ -85,6 +90,12 @@ def search(
 
 def strategies() -> None:
     """List the strategies of `search` and their parameters."""
+    from treewise.search import STRATEGIES
+
+    for name, entry in STRATEGIES.items():
+        print(f"{name}: {entry.description}")
+        for key, value in entry.defaults.items():
+            print(f"  --set {key}={shorten(json.dumps(value, default=str), 70)}")
 
 
 def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
