@@ -21,6 +21,10 @@ Candidates = dict[int, tuple[float, int]]
 class Codec(Protocol):
     """What a tree needs of a tokenizer."""
 
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are."""
+
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Return the token ids of `text`."""
 
@@ -180,7 +184,11 @@ class Branch:
             If this branch is no longer alive.
         """
         self._require_alive()
-        tokens = self.tree.codec.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
+        codec = self.tree.codec
+        tokens = codec.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
+        for token in tokens:
+            if not 0 <= token < codec.vocab_size:
+                raise ValueError(f"text: {token} is not a token id of this model (0 to {codec.vocab_size - 1})")
         if tokens:
             self.finish_reason = self.stop_reason = None
             self.hidden_tail = 0
@@ -237,16 +245,19 @@ class Branch:
     @property
     def path_tokens(self) -> list[int]:
         """All tokens of the path, prompt included."""
-        tokens: list[int] = []
-        for branch in self.lineage():
-            del tokens[branch.start :]
-            tokens += branch.tokens
-        return tokens
+        prompt = self.tree.prompt_tokens
+        shared = min([len(prompt), *(branch.start for branch in self.lineage()[1:])])  # a fork may cut the prompt
+        return prompt[:shared] + self.token_ids
 
     @property
     def token_ids(self) -> list[int]:
         """Tokens of the path below the prompt."""
-        return self.path_tokens[len(self.tree.prompt_tokens) :]
+        given = len(self.tree.prompt_tokens)
+        tokens: list[int] = []
+        for branch in self.lineage():
+            del tokens[max(branch.start - given, 0) :]
+            tokens += branch.tokens[given:] if branch.parent is None else branch.tokens
+        return tokens
 
     @property
     def text(self) -> str:

@@ -123,7 +123,7 @@ class LLM:
             runner,
             KVManager(Forest(), slots, enable_prefix_caching),
             self.tokenizer,
-            Limits(self.tokenizer.eos_token_ids, self.max_model_len),
+            Limits(self.tokenizer.eos_token_ids, self.max_model_len, config.vocab_size),
             max_num_rows,
             seed,
         )

@@ -29,10 +29,13 @@ class Limits:
     eos_token_ids : frozenset of int
     max_model_len : int
         The most tokens a path may have.
+    vocab_size : int
+        Logits of a row.
     """
 
     eos_token_ids: frozenset[int]
     max_model_len: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class DecodeRun:
         self._lanes: dict[Lane, Branch] = {}
         self._logits: dict[Branch, Tensor] = {}
         stopping = self.stopping
+        stopping.check_vocabulary(limits.vocab_size)
         for i, branch in enumerate(operation.branches):
             branch.finish_reason, branch.stop_reason, branch.hidden_tail = None, None, 0
             self.num_decoded[branch] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import numpy as np
@@ -47,9 +48,8 @@ class Runner:
         config = model.config
         self.device, self.dtype = model.device, model.dtype
         shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
-        # NOTE: zeros, not empty: a masked score is multiplied with whatever value lies there, and NaN would survive.
-        self.k = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.v = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.k = _zeros(shape, self.dtype, self.device)
+        self.v = _zeros(shape, self.dtype, self.device)
         self._refuse_unsupported()
 
     @property
@@ -127,3 +127,14 @@ class Runner:
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a pool without garbage in it: a masked score is multiplied with whatever lies there, and NaN survives.
+
+    NumPy's zeros, unlike PyTorch's, take no memory on a CPU until they are written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

@@ -191,6 +191,20 @@ def test_fork_at_any_token_of_the_path():
     idle(llm)
 
 
+def test_fork_inside_the_prompt():
+    async def program(root):
+        [fork] = root.fork(at=3)
+        return await generate([fork.append([50])], SamplingParams(temperature=0, max_tokens=4))
+
+    llm = tiny_llm(MODEL)
+    [output] = llm.run(program, [[9, 8, 7, 6, 5]])
+    [fork] = output.value
+    assert fork.path_tokens == [9, 8, 7, 50, *greedy(MODEL, [9, 8, 7, 50], 4)]
+    assert fork.token_ids == fork.path_tokens[3:]
+    assert [node.token_ids for node in output.tree.nodes[:2]] == [[9, 8, 7], [6, 5]]
+    idle(llm)
+
+
 def test_score_is_the_log_prob_of_each_choice_and_leaves_nothing_behind():
     async def program(root):
         branches = [branch.append(text) for branch, text in zip(root.fork(3), ["abc", "de", "f"], strict=True)]
@@ -582,3 +596,11 @@ def test_bad_options_are_refused_by_name():
             tiny_llm(MODEL, **options)
     with pytest.raises(ValueError, match="not a token id"):
         tiny_llm(MODEL).generate([[1, 999]], GREEDY)
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        tiny_llm(MODEL).generate([[1]], SamplingParams(stop_token_ids=[999]))
+
+    async def appends(root):
+        root.append([999])
+
+    with pytest.raises(ValueError, match="999 is not a token id"):
+        tiny_llm(MODEL).run(appends, [[1]])
