@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.config import BeamSearchParams, SamplingParams
+from treewise.replay import Schedule, Span
 from treewise.sampler import SamplingRow, sample
 from treewise.text import Detokenizer
 
@@ -276,62 +277,43 @@ class BeamSearch:
         return self.score(beam.total, length) > bar
 
 
-class Span(NamedTuple):
-    """One node of a recorded tree: it is decoded in iterations `start` to `end`, both included.
-
-    The root comes first; it is the prompt and ends in iteration 0.
-    """
-
-    start: int
-    end: int
-    children: Sequence[int]  # places in the list of spans, each starting with iteration `end` + 1
-
-
 class Replay:
     """Repeat the branching and pruning of a recorded tree, whatever the tokens are.
 
-    After iteration ``end`` a node branches into its children, the ``i``-th of which starts with the ``i``-th most
-    likely token, or is pruned if it has none; all other tokens are greedy. When the recording is over the last leaves
+    After its last step a node branches into its children, the ``i``-th of which starts with the ``i``-th most likely
+    token, or is pruned if it has none; all other tokens are greedy. When the recording is over the last leaves
     stay. One object can drive any number of trees, each from one branch.
 
     Parameters
     ----------
-    spans : sequence of Span
-        The nodes of the recorded tree; plain ``(start, end, children)`` triples will do.
+    schedule : Schedule
+        The recorded tree; its steps count from the end of the prompt, however long that is.
     max_tokens : int or None
-        Ends every leaf after this many iterations, if the recording is longer.
-
-    Raises
-    ------
-    ValueError
-        A child does not start right after its parent ends.
+        Ends every leaf after this many steps, if the recording is longer.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int, Sequence[int]]], max_tokens: int | None = None) -> None:
+    def __init__(self, schedule: Schedule, max_tokens: int | None = None) -> None:
         self.stopping = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
-        self._depth_first: list[Span] = []
+        self._depth_first: list[
+            tuple[Span, list[int]]
+        ] = []  # with the ranks of the tokens that its children start with
         stack = [0]
         while stack:
-            span = Span(*spans[stack.pop()])
-            self._depth_first.append(span)
+            span = schedule.spans[stack.pop()]
+            children = [schedule.spans[child] for child in span.children]
+            self._depth_first.append((span, [rank for rank, child in enumerate(children) if child.end >= child.start]))
             stack.extend(reversed(span.children))
-            for child in span.children:
-                if spans[child][0] != span.end + 1:
-                    raise ValueError(
-                        f"spans[{child}] must start at {span.end + 1}, where its parent ends, not {spans[child][0]}"
-                    )
 
     def step(self, tree: TreeView, logprobs: Tensor) -> Rows | None:
         """Continue, branch or prune each leaf as the recording did."""
-        live = [span for span in self._depth_first if span.start <= tree.depth <= span.end]
+        live = [(span, starts) for span, starts in self._depth_first if span.start <= tree.depth <= span.end]
         if len(live) != len(tree.leaves):
             raise ValueError(
                 f"Replay: {len(live)} leaves recorded at step {tree.depth}, {len(tree.leaves)} in the tree"
             )
-        num_rows = [1 if tree.depth < span.end else len(span.children) for span in live]
-        if not any(num_rows):
+        ranks = [[0] if tree.depth < span.end else starts for span, starts in live]
+        if not any(ranks):
             return None
-        ranked = tree.logits.topk(max(num_rows), dim=-1).indices
-        parents = [i for i, count in enumerate(num_rows) for _ in range(count)]
-        ranks = [rank for count in num_rows for rank in range(count)]
-        return Rows(parents, ranked[parents, ranks])
+        ranked = tree.logits.topk(1 + max(max(own, default=0) for own in ranks), dim=-1).indices
+        parents = [i for i, own in enumerate(ranks) for _ in own]
+        return Rows(parents, ranked[parents, [rank for own in ranks for rank in own]])

@@ -6,9 +6,11 @@ import pytest
 from language_model import grow, random_model
 
 from treewise.controller import Replay
+from treewise.replay import Schedule
 
 MODEL = random_model(17)
-SPANS = [(-2, 0, [1, 2, 3]), (1, 1, []), (1, 3, [4, 5]), (1, 6, []), (4, 5, []), (4, 7, [])]
+NODES = [[-2, 0, [1, 2, 3]], [1, 1, []], [1, 3, [4, 5]], [1, 6, []], [4, 5, []], [4, 7, []]]
+SCHEDULE = Schedule.from_json(NODES)
 
 
 def greedy_path(tokens, count):
@@ -24,7 +26,7 @@ def test_a_recorded_tree_is_repeated_branch_by_branch():
         seen.append(tuple(tokens))
         return MODEL(tokens)
 
-    finished, live = grow(watched, Replay(SPANS), [1, 2, 3])
+    finished, live = grow(watched, Replay(SCHEDULE), [1, 2, 3])
     assert not finished
     [leaf] = live  # the last one of the recording stays
     assert leaf.path[1:] == (1, 1)
@@ -40,22 +42,24 @@ def test_a_recorded_tree_is_repeated_branch_by_branch():
 
 
 def test_one_object_drives_many_trees():
-    controller = Replay(SPANS)
+    controller = Replay(SCHEDULE)
     for prompt in ([1, 2, 3], [4], [5, 5]):
-        assert grow(MODEL, controller, prompt)[1] == grow(MODEL, Replay(SPANS), prompt)[1]
+        assert grow(MODEL, controller, prompt)[1] == grow(MODEL, Replay(SCHEDULE), prompt)[1]
 
 
-def test_spans_that_do_not_join_are_refused():
-    with pytest.raises(ValueError, match=r"spans\[1\] must start at 1, where its parent ends, not 2"):
-        Replay([(-2, 0, [1]), (2, 3, [])])
+def test_a_node_without_tokens_takes_a_rank_and_no_row():
+    schedule = Schedule.from_json([[0, 0, [1, 2]], [1, 0, []], [1, 2, []]])
+    _, [leaf] = grow(MODEL, Replay(schedule), [1])
+    assert leaf.tokens[0] == int(MODEL([1]).topk(2).indices[1])
+    assert [1, *leaf.tokens] == greedy_path([1, leaf.tokens[0]], 1)
 
 
 def test_a_tree_that_left_the_recording_is_refused():
     with pytest.raises(ValueError, match="1 leaves recorded at step 0, 2 in the tree"):
-        grow(MODEL, Replay(SPANS), [1], num_roots=2)
+        grow(MODEL, Replay(SCHEDULE), [1], num_roots=2)
 
 
 def test_a_long_recording_can_be_cut_short():
-    finished, live = grow(MODEL, Replay(SPANS, max_tokens=5), [1])
+    finished, live = grow(MODEL, Replay(SCHEDULE, max_tokens=5), [1])
     assert not live
     assert [leaf.num_tokens for leaf in finished] == [5, 5, 5]

@@ -192,10 +192,20 @@ def test_replay_repeats_a_recording():
         assert [first.token_ids[0], second.token_ids[0]] == ranks
 
 
-def test_replay_reads_a_file(tmp_path):
-    path = tmp_path / "recording.json"
-    path.write_text(json.dumps([[0, 0, [1, 2]], [1, 3, []], [1, 3, []]]))
-    assert [len(branch.token_ids) for branch in run("replay", recording=str(path)).value] == [3, 3]
+def test_replay_reads_a_file_of_recordings(tmp_path):
+    path = tmp_path / "recordings.json"
+    trees = [[[0, 0, [1]], [1, 9, []]], [[0, 0, [1, 2]], [1, 3, []], [1, 3, []]]]
+    drafted = {"topologies": {}, "accepted_lengths": [1], "prompt_tokens": 3}
+    path.write_text(json.dumps({"reasoning": {"sorting": trees}, "speculative": drafted}))
+    result = run("replay", recording=str(path), task="sorting", number=1)
+    assert [len(branch.token_ids) for branch in result.value] == [3, 3]
+    assert [len(branch.token_ids) for branch in run("replay", recording=path, max_tokens=4).value] == [4]
+    for settings, message in (
+        ({"task": "set"}, "task: 'set' is not one of sorting"),
+        ({"number": 2}, "number must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("replay", recording=path, **settings)
 
 
 def test_a_question_to_plain_text_is_a_paragraph():
@@ -248,10 +258,9 @@ def logprob_of_end(tokens, count):
         (tree_of_thoughts, {"beam": -1}, "beam must be"),
         (tree_of_thoughts, {"thought_tokens": 0}, "thought_tokens must be"),
         (tree_of_thoughts, {"evaluate": "guess"}, "evaluate: 'guess' is not one of judge, vote, logprob"),
-        (replay, {"recording": []}, "recording: not a list"),
-        (replay, {"recording": [[0, 0]]}, r"recording\[0\]: \[0, 0\] is not"),
-        (replay, {"recording": [[0, 0, [0]]]}, r"recording\[0\]"),
-        (replay, {"recording": [[0, 0, [1]], [3, 3, []]]}, r"spans\[1\] must start at 1"),
+        (replay, {"recording": []}, "a recording needs a first node"),
+        (replay, {"recording": [[0, 0]]}, r"node 0 must be \[start, end, children\]"),
+        (replay, {"recording": "no-such-file"}, "cannot read recordings from no-such-file"),
         (replay, {"max_tokens": -1}, "max_tokens must be"),
     ],
 )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from treewise.branch import Branch, decode, keep
-from treewise.config import BeamSearchParams
-from treewise.controller import BeamSearch, Replay, Span
+from treewise.config import BeamSearchParams, check_integer
+from treewise.controller import BeamSearch, Replay
+from treewise.replay import Schedule, load_recordings
 from treewise.search.samples import mean_logprob
 
-FAN = ((0, 0, (1, 2, 3)), (1, 4, ()), (1, 4, (4, 5)), (1, 12, ()), (5, 12, ()), (5, 12, ()))
+FAN = [[0, 0, [1, 2, 3]], [1, 4, []], [1, 4, [4, 5]], [1, 12, []], [5, 12, []], [5, 12, []]]
 """A small recording: three branches, one of which ends early and one of which branches again."""
 
 
@@ -51,7 +51,9 @@ async def beam_search(
 
 async def replay(
     root: Branch,
-    recording: str | Path | Sequence[Sequence[Any]] = FAN,
+    recording: str | Path | Schedule | list[Any] = FAN,
+    task: str | None = None,
+    number: int = 0,
     max_tokens: int | None = None,
 ) -> list[Branch]:
     """Repeat the branching and pruning of a recorded tree, whatever the text: the same work for any prompt.
@@ -61,11 +63,14 @@ async def replay(
     Parameters
     ----------
     root : Branch
-    recording : list of (start, end, children), or path
-        The nodes as in `treewise.controller.Replay`, or a JSON file that holds them. Iterations count from the
-        prompt's end, however long it is.
+    recording : path, Schedule, or list of [start, end, children]
+        A file of recordings, or one recorded tree; see `treewise.replay`.
+    task : str, optional
+        Which task of the file; its first by default.
+    number : int
+        Which tree of the task.
     max_tokens : int, optional
-        Ends a longer recording after so many iterations.
+        Ends a longer recording after so many steps.
 
     Returns
     -------
@@ -75,29 +80,20 @@ async def replay(
     Raises
     ------
     ValueError
-        If the recording is no tree of spans.
-    OSError
-        If its file cannot be read.
+        If the file or the list is no recording, or has no such task or tree.
     """
-    if isinstance(recording, str | Path):
-        recording = json.loads(Path(recording).read_text(encoding="utf-8"))
-    leaves = await decode([root], Replay(_spans(recording), max_tokens))
+    leaves = await decode([root], Replay(_schedule(recording, task, number), max_tokens))
     return keep(leaves, [mean_logprob(leaf, root) for leaf in leaves], len(leaves))
 
 
-def _spans(recording: Any) -> list[Span]:
-    """Check the form of a recording; `Replay` checks that its spans join."""
-    if not isinstance(recording, Sequence) or not recording:
-        raise ValueError("recording: not a list of (start, end, children)")
-    spans = []
-    for place, entry in enumerate(recording):
-        match entry:
-            case [int(start), int(end), [*children]] if all(
-                isinstance(child, int) and place < child < len(recording) for child in children
-            ):
-                spans.append(Span(start, end, children))
-            case _:
-                raise ValueError(
-                    f"recording[{place}]: {entry!r} is not (start, end, children), children being later places"
-                )
-    return spans
+def _schedule(recording: str | Path | Schedule | list[Any], task: str | None, number: int) -> Schedule:
+    if isinstance(recording, Schedule):
+        return recording
+    if not isinstance(recording, str | Path):
+        return Schedule.from_json(recording)
+    tasks = load_recordings(recording).reasoning
+    task = next(iter(tasks), "") if task is None else task
+    if task not in tasks:
+        raise ValueError(f"task: {task!r} is not one of {', '.join(tasks)}")
+    check_integer("number", number, 0, len(tasks[task]) - 1)
+    return tasks[task][number]

@@ -1,0 +1,41 @@
+"""Every third step each leaf branches in two: once as a controller, once as a program.
+
+Both make the same tree: after three branchings 2 x 2 x 2 leaves, whose common beginnings are stored and read once.
+"""
+
+from treewise import LLM, Branch, Rows, SamplingParams, TreeView, generate
+
+
+class EveryThirdStep:
+    """Greedy, but at every third step the two likeliest tokens both go on."""
+
+    stopping = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def step(self, tree: TreeView, logprobs) -> Rows:
+        """Name each leaf once, or twice to branch it."""
+        width = 2 if tree.depth % 3 == 0 and tree.depth > 0 else 1
+        tokens = tree.logits.topk(width).indices  # [leaves, width]
+        leaves = [leaf for leaf in range(len(tree.leaves)) for _ in range(width)]
+        return Rows(leaves, tokens.flatten())
+
+
+async def every_third_step(root: Branch) -> list[Branch]:
+    """Decode three tokens, fork every branch in two, and again."""
+    params = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
+    leaves = await generate(root.fork(1), params)
+    for _ in range(3):
+        leaves = await generate([twin for leaf in leaves for twin in leaf.fork(2)], params)
+    return leaves
+
+
+if __name__ == "__main__":
+    from treewise import decode
+
+    async def controlled(root: Branch) -> list[Branch]:
+        """Run the controller below the prompt."""
+        return await decode(root.fork(1), EveryThirdStep())
+
+    llm = LLM("smollm2-135m")
+    for program in (controlled, every_third_step):
+        [result] = llm.run(program, ["Once upon a time"])
+        result.tree.print()
