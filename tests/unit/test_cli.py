@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,12 @@ def test_generate_streams(capsys):
     assert FakeLLM.options["page_size"] == 1 and FakeLLM.options["seed"] == 0
 
 
+def test_generate_reads_standard_input(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", StringIO("Where\nis it?"))
+    main(["generate"])
+    assert FakeLLM.asked[0] == "Where\nis it?"
+
+
 def test_generate_chats(capsys):
     main(["generate", "Where?", "--chat", "--system", "Be brief."])
     assert FakeLLM.asked[0] == [9, 6]
@@ -122,7 +129,6 @@ def test_search_lists_strategies(capsys):
 def test_mistakes_are_one_line(capsys):
     assert "temperature" in fails(capsys, "generate", "x", "--temperature", "-1")
     assert "--bogus" in fails(capsys, "generate", "x", "--bogus", "1")
-    assert "prompt" in fails(capsys, "generate").lower()
     assert "--chat" in fails(capsys, "generate", "x", "--system", "y")
     assert "tot" in fails(capsys, "search", "x", "--strategy", "guess")
     assert "no such setting" in fails(capsys, "search", "x", "--set", "bogus=1")

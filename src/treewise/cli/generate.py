@@ -14,7 +14,7 @@ from treewise.results import json_safe
 
 
 def generate(
-    prompt: str,
+    prompt: str | None = None,
     /,
     *,
     chat: bool = False,
@@ -28,7 +28,7 @@ def generate(
     Parameters
     ----------
     prompt
-        The text; - reads it from standard input.
+        The text; without one, standard input is read.
     chat
         Put the prompt in the model's chat template.
     system

@@ -65,9 +65,19 @@ class ModelOptions:
             return LLM(seed=fields.pop("engine_seed"), **fields)
 
 
-def read_prompt(prompt: str) -> str:
-    """Return the prompt, or standard input where it is ``-``."""
-    return sys.stdin.read() if prompt == "-" else prompt
+def read_prompt(prompt: str | None) -> str:
+    """Return the prompt, or standard input where none was given.
+
+    Raises
+    ------
+    ValueError
+        If none was given and standard input is a terminal.
+    """
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        raise ValueError("prompt: give a text, or send one to standard input")
+    return sys.stdin.read()
 
 
 def encode_chat(llm: LLM, prompt: str, system: str | None = None) -> list[int]:

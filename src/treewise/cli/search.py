@@ -15,7 +15,7 @@ from treewise.results import shorten
 
 
 def search(
-    prompt: str,
+    prompt: str | None = None,
     /,
     *,
     strategy: str = "tot",
@@ -36,7 +36,7 @@ def search(
     Parameters
     ----------
     prompt
-        The text; - reads it from standard input.
+        The text; without one, standard input is read.
     strategy
         A ready-made program by name; `treewise strategies` lists them.
     set_values
