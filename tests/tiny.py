@@ -69,8 +69,8 @@ def tiny_model(seed: int = 0, windows: tuple[int | None, ...] = (None, None), ma
 
 def tiny_llm(model: CausalLM | None = None, **options: Any) -> LLM:
     """Return an engine around `model`, or around ``tiny_model()``."""
-    options.setdefault("num_kv_slots", 4096)
-    return LLM(tiny_model() if model is None else model, tokenizer=cast(Tokenizer, Bytes()), device="cpu", **options)
+    options = {"num_kv_slots": 4096, "device": "cpu"} | options
+    return LLM(tiny_model() if model is None else model, tokenizer=cast(Tokenizer, Bytes()), **options)
 
 
 @torch.inference_mode()

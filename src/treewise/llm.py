@@ -100,8 +100,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
     ) -> None:
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = _resolve_device(device)
         if max_num_rows < 1:
             raise ValueError(f"max_num_rows: {max_num_rows} rows a step are too few; at least 1")
         if isinstance(model, CausalLM):
@@ -341,3 +340,15 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
     if len(params) != count:
         raise ValueError(f"params: {len(params)} for {count} prompts; give one, or one each")
     return list(params)
+
+
+def _resolve_device(name: str) -> str:
+    """Return a device that is there, the GPU for ``"auto"`` where there is one."""
+    there = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if there else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device: {name!r} is not one of auto, cpu, cuda")
+    if name.startswith("cuda") and not there:
+        raise ValueError(f"device: {name!r} was asked for, but PyTorch sees no GPU here")
+    return name

@@ -591,6 +591,7 @@ def test_bad_options_are_refused_by_name():
         ({"max_model_len": 10**6}, "max_model_len"),
         ({"max_num_rows": 0}, "max_num_rows"),
         ({"num_kv_slots": 1}, "num_kv_slots"),
+        ({"device": "tpu"}, "device: 'tpu' is not one of auto, cpu, cuda"),
     ):
         with pytest.raises(ValueError, match=message):
             tiny_llm(MODEL, **options)
