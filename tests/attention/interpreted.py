@@ -1,0 +1,49 @@
+"""The Triton kernels on a CPU. Collected by `test_triton.py` in a process of its own, under TRITON_INTERPRET=1.
+
+Triton decides when it is imported whether its functions are interpreted, so this cannot share a process with others.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from matrix import SMALL_TREES, cases, inputs, relative_error
+
+from treewise.attention import get_backend, run_plan
+
+CASES = cases(SMALL_TREES)
+
+
+@pytest.mark.parametrize(
+    ("case", "window"), [(case, (None, 24)[number % 2]) for number, case in enumerate(CASES)], ids=str
+)
+def test_the_kernels_agree_with_the_reference(case, window):
+    group = case.heads[0] // case.heads[1]
+    plan, reference, q, k, v = inputs(case, window, row_tile=max(1, 64 // group), chunk=128)
+    expected, expected_lse = run_plan(reference, q, k, v, return_lse=True)
+    out, lse = run_plan(plan, q, k, v, return_lse=True, backend="triton")
+    assert relative_error(out, expected) < 3e-6
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES[1::7], ids=str)
+def test_half_precision_stays_within_its_bound(case):
+    plan, reference, q, k, v = inputs(case, None, torch.float16, row_tile=4, chunk=128)
+    assert relative_error(run_plan(plan, q, k, v, backend="triton"), run_plan(reference, q, k, v)) < 5e-4
+
+
+def test_bfloat16_is_refused():
+    plan, _, q, k, v = inputs(CASES[0], None, torch.bfloat16)
+    with pytest.raises(ValueError, match="interpreter multiplies bfloat16 wrongly"):
+        run_plan(plan, q, k, v, backend="triton")
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(3, 56), (1, 256), (8, 64)])
+def test_rows_are_stored_where_they_belong(heads, dim):
+    pool = torch.zeros(2, 40, heads, dim)
+    new = torch.randn(5, 2, heads, dim).transpose(0, 1)  # rows are not contiguous
+    slots = torch.tensor([39, 0, 7, 8, 20])
+    get_backend("triton", pool.device).store(new[0], new[1], pool[0], pool[1], slots)
+    expected = torch.zeros_like(pool)
+    expected[:, slots] = new
+    torch.testing.assert_close(pool, expected, rtol=0, atol=0)

@@ -1,0 +1,80 @@
+"""The Triton backend: interpreted on a CPU in a process of its own, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from matrix import TREES, cases, inputs, place, relative_error
+
+from treewise.attention import TreeSpec, plan_tree, run_plan, store_kv
+
+HERE = Path(__file__).parent
+BOUNDS = {torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernels_are_right_under_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "interpreted.py"]
+    done = subprocess.run(command, cwd=HERE, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_a_plan_for_a_cpu_is_refused_unless_interpreted():
+    plan, _, q, k, v = inputs(cases(TREES)[0], None)
+    with pytest.raises(ValueError, match="cannot run this plan: it runs on cuda, not on cpu"):
+        run_plan(plan, q, k, v, backend="triton")
+
+
+class TestOnGPU:
+    """The whole matrix again, and what only a GPU can show."""
+
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("dtype", BOUNDS)
+    @pytest.mark.parametrize("case", cases(TREES), ids=str)
+    def test_the_kernels_agree_with_the_reference(self, case, dtype):
+        for window in (None, 24):
+            plan, reference, q, k, v = inputs(case, window, dtype, "cuda")
+            expected, expected_lse = run_plan(reference, q, k, v, return_lse=True)
+            out, lse = run_plan(plan, q, k, v, return_lse=True)
+            assert relative_error(out, expected) < BOUNDS[dtype]
+            torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3 if dtype != torch.float32 else 1e-5)
+            assert torch.equal(out, run_plan(plan, q, k, v))
+
+    @pytest.mark.parametrize("method", ["deft:flatten", "deft:node", "radix", "specinfer", "vanilla", "medusa"])
+    def test_a_run_can_be_captured_in_a_graph(self, method):
+        tree = TREES[0]()
+        slots, size = place(tree, 16, seed=0)
+        plan = plan_tree(
+            tree, method, num_heads=8, num_kv_heads=2, head_dim=64, slots=slots, dtype=torch.float16, device="cuda"
+        )
+        q = torch.randn(tree.num_queries, 8, 64, dtype=torch.float16, device="cuda")
+        k, v = (torch.randn(size, 2, 64, dtype=torch.float16, device="cuda") for _ in range(2))
+        run_plan(plan, q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run_plan(plan, q, k, v)
+        for pool in (q, k, v):
+            pool.normal_()
+        graph.replay()
+        assert torch.equal(out, run_plan(plan, q, k, v))
+
+    def test_offsets_pass_two_to_the_31(self):
+        slots = torch.tensor([5, 2**31 // 1024 + 7], device="cuda")
+        k, v = (torch.zeros(2**31 // 1024 + 16, 8, 128, dtype=torch.float16, device="cuda") for _ in range(2))
+        k_new, v_new, q = (torch.randn(2, 8, 128, dtype=torch.float16, device="cuda") for _ in range(3))
+        store_kv(k_new, v_new, k, v, slots)
+        assert torch.equal(k[slots], k_new) and torch.equal(v[slots], v_new)
+        tree = TreeSpec([-1, -1], [1, 1], [0, 1])
+        plan = plan_tree(
+            tree, num_heads=8, num_kv_heads=8, head_dim=128, slots=slots.cpu(), dtype=torch.float16, device="cuda"
+        )
+        torch.testing.assert_close(run_plan(plan, q, k, v), v_new, rtol=1e-3, atol=1e-3)
