@@ -3,16 +3,13 @@
 Both make the same tree: after three branchings 2 x 2 x 2 leaves, whose common beginnings are stored and read once.
 """
 
-from treewise import LLM, Branch, Rows, SamplingParams, TreeView, generate
+from treewise import LLM, Branch, Rows, SamplingParams, TreeView, decode, generate
 
 
 class EveryThirdStep:
-    """Greedy, but at every third step the two likeliest tokens both go on."""
-
     stopping = SamplingParams(max_tokens=12, ignore_eos=True)
 
     def step(self, tree: TreeView, logprobs) -> Rows:
-        """Name each leaf once, or twice to branch it."""
         width = 2 if tree.depth % 3 == 0 and tree.depth > 0 else 1
         tokens = tree.logits.topk(width).indices  # [leaves, width]
         leaves = [leaf for leaf in range(len(tree.leaves)) for _ in range(width)]
@@ -20,7 +17,6 @@ class EveryThirdStep:
 
 
 async def every_third_step(root: Branch) -> list[Branch]:
-    """Decode three tokens, fork every branch in two, and again."""
     params = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True)
     leaves = await generate(root.fork(1), params)
     for _ in range(3):
@@ -28,13 +24,11 @@ async def every_third_step(root: Branch) -> list[Branch]:
     return leaves
 
 
+async def controlled(root: Branch) -> list[Branch]:
+    return await decode(root.fork(1), EveryThirdStep())
+
+
 if __name__ == "__main__":
-    from treewise import decode
-
-    async def controlled(root: Branch) -> list[Branch]:
-        """Run the controller below the prompt."""
-        return await decode(root.fork(1), EveryThirdStep())
-
     llm = LLM("smollm2-135m")
     for program in (controlled, every_third_step):
         [result] = llm.run(program, ["Once upon a time"])
