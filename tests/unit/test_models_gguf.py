@@ -173,6 +173,8 @@ def test_linear_and_unknown_rope_scaling(tmp_path):
     linear = [("add_rope_scaling_type", gguf.RopeScalingType.LINEAR), ("add_rope_scaling_factor", 4.0)]
     write(model, tmp_path / "m.gguf", metadata=linear)
     assert_same(tmp_path / "m.gguf", model)
+    write(model, tmp_path / "old.gguf", metadata=[("add_float32", "llama.rope.scale_linear", 4.0)])
+    assert_same(tmp_path / "old.gguf", model)
     longrope = [("add_rope_scaling_type", gguf.RopeScalingType.LONGROPE), ("add_rope_scaling_factor", 4.0)]
     write(model, tmp_path / "long.gguf", metadata=longrope)
     with pytest.raises(ValueError, match="rope_type 'longrope' is not supported"):

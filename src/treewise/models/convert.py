@@ -23,8 +23,6 @@ from treewise.models.rope import make_rope
 # Part of every converted folder's name: raise it when what is written below changes.
 FORMAT = 1
 
-Metadata = Mapping[str, Any]
-
 # Names of a layer's tensors in Transformers and in GGUF files.
 LAYER_PARTS = {
     "input_layernorm": "attn_norm",
@@ -111,7 +109,6 @@ def convert(path: Path, folder: Path) -> None:
     tokenizer, settings, end_ids = build_tokenizer(file.metadata)
     config["bos_token_id"] = file.metadata.get("tokenizer.ggml.bos_token_id")
     config["eos_token_id"] = end_ids[0] if end_ids else None
-
     tensors = _match_tensors(architecture, file, config)
 
     folder.mkdir()
@@ -179,11 +176,10 @@ def _config(architecture: GGUFArchitecture, file: GGUFFile) -> dict[str, Any]:
 def _rope_scaling(get: Callable[..., Any], file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
     if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file.tensors[ROPE_FACTORS].read(), config)
-    kind = get("rope.scaling.type", "none")
-    # Files of old versions give a factor alone, which means linear scaling.
-    factor = get("rope.scaling.factor") or get("rope.scale_linear")
-    if kind == "none" or factor is None:
-        return {"rope_type": "linear", "factor": factor} if factor and factor != 1.0 else None
+    kind = get("rope.scaling.type", "linear")
+    factor = get("rope.scaling.factor") or get("rope.scale_linear", 1.0)  # the second is how old files say it
+    if kind == "none" or factor == 1.0:
+        return None
     scaling = {"rope_type": kind, "factor": factor}
     if (context := get("rope.scaling.original_context_length")) is not None:
         scaling["original_max_position_embeddings"] = context
