@@ -605,3 +605,13 @@ def test_bad_options_are_refused_by_name():
 
     with pytest.raises(ValueError, match="999 is not a token id"):
         tiny_llm(MODEL).run(appends, [[1]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_batched_greedy_on_a_gpu_is_each_sequence_alone(method):
+    model = tiny_model().to("cuda")
+    llm = tiny_llm(model, attention=method, device="cuda", max_num_rows=50)
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected()
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected(), "with a warm cache"
+    idle(llm)
