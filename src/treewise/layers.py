@@ -41,6 +41,20 @@ class Attend(Protocol):
         ...
 
 
+class Linear(nn.Linear):
+    """A linear map whose weights come from a checkpoint, so that time is not spent on random ones."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights as they are."""
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table by token id, which come from a checkpoint."""
+
+    def reset_parameters(self) -> None:
+        """Leave the table as it is."""
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 in the order of operations of Transformers.
 
@@ -103,8 +117,8 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         q_size = config.num_heads * config.head_dim
-        self.qkv = nn.Linear(config.hidden_size, sum(self.head_counts) * config.head_dim, bias=config.qkv_bias)
-        self.output = nn.Linear(q_size, config.hidden_size, bias=config.output_bias)
+        self.qkv = Linear(config.hidden_size, sum(self.head_counts) * config.head_dim, bias=config.qkv_bias)
+        self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
         self.query_key_norm = config.query_key_norm
         if config.query_key_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset)
@@ -126,8 +140,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treewise.config import ModelConfig
-from treewise.layers import Attend, Attention, GatedMLP, RMSNorm, Rotary
+from treewise.layers import Attend, Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotary
 
 
 class DecoderLayer(nn.Module):
@@ -51,11 +51,11 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
         if not config.tie_embeddings:
-            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         ropes = list(dict.fromkeys(config.layer_ropes))
         self.ropes = nn.ModuleList(Rotary(rope) for rope in ropes)
         self.layer_ropes = [ropes.index(rope) for rope in config.layer_ropes]
