@@ -18,6 +18,7 @@ from treewise.search.answers import EXTRACTORS, extract_answer, same_answer
         ("The answer is 7. I checked it 3 times.", "7"),
         ("The answer is: **Paris**.", "Paris"),
         ("Final Answer: 3/4", "3/4"),
+        ("60 * 3 = 180 miles in 3 hours.\n#### 180\nDone in 2 steps.", "180"),
         ("the answer is 5\nNo, the answer is 6", "6"),
         (r"Thus \boxed{\frac{1}{2}}. The answer is 3", r"\frac{1}{2}"),
         (r"An unclosed \boxed{4", "4"),

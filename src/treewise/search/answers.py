@@ -10,7 +10,7 @@ Extractor = Callable[[str], str | None]
 """Returns the answer that a text gives, None where it gives none."""
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})+(?:\.\d+)?|-?\d+(?:\.\d+)?(?:/\d+)?")
-STATED = re.compile(r"\banswer\s*(?:is|:|=)\s*(.+)", re.IGNORECASE)
+STATED = re.compile(r"(?:\banswer\s*(?:is|:|=)|####)\s*(.+)", re.IGNORECASE)
 
 
 def last_number(text: str) -> str | None:
@@ -44,7 +44,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def stated_answer(text: str) -> str | None:
-    """Return what the last "answer is" or "answer:" of a text announces: its first number, else the sentence's rest.
+    """Return what the last "answer is", "answer:" or "####" of a text announces: its first number, else its words.
 
     Examples
     --------
