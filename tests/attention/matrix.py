@@ -43,7 +43,7 @@ def drafted() -> TreeSpec:
 
 def prompt_chunk() -> TreeSpec:
     """A causal chunk of rows at the end of a prompt, whose earlier tokens are there already, and a second prompt."""
-    return TreeSpec([-1, -1], [230, 30], [0] * 90 + [1] * 30, [*range(140, 230), *range(30)])
+    return TreeSpec([-1, -1], [170, 14], [0] * 66 + [1] * 14, [*range(104, 170), *range(14)])
 
 
 def everything() -> TreeSpec:

@@ -1,0 +1,229 @@
+"""Plans: what they cover, how rows and key tokens are laid out, what they read, and the input that is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treewise.plan import METHODS, TreeSpec, plan_tree
+from treewise.plan.data import ENTRY, FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
+
+SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+PARTITIONS = [(method, "intervals") for method in METHODS] + [("deft:node", "words"), ("deft:flatten", "words")]
+
+
+@st.composite
+def trees(draw):
+    """Draw any forest: empty nodes, queries anywhere, several at one token, nodes without readers."""
+    parent = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(1, 12)))]
+    length = [draw(st.integers(0 if above >= 0 else 1, draw(st.sampled_from([2, 40])))) for above in parent]
+    node = draw(st.lists(st.integers(0, len(parent) - 1), min_size=1, max_size=20))
+    offset = [draw(st.integers(-1 if parent[place] >= 0 else 0, length[place] - 1)) for place in node]
+    return TreeSpec(parent, length, node, offset)
+
+
+def seen_by(tree, window):
+    """Which token each query sees, by walking up from it."""
+    first = np.cumsum(tree.length) - tree.length
+    seen = np.zeros((tree.num_queries, tree.num_tokens), int)
+    for query, (node, offset) in enumerate(zip(tree.query_node, tree.query_offset, strict=True)):
+        path, end = [], offset + 1
+        while node >= 0:
+            path = [*range(first[node], first[node] + end), *path]
+            node, end = tree.parent[node], tree.length[tree.parent[node]]
+        seen[query, path[-window:] if window else path] = 1
+    return seen
+
+
+def covered(plan, num_tokens):
+    """How often the items of a plan let each query see each token, whose slots are 0, 1, 2, ..."""
+    count = np.zeros((plan.num_rows, num_tokens), int)
+    for number, item in enumerate(plan.items):
+        queries = plan.row_order[item[ROW_LOW] : item[ROW_HIGH]]
+        slots = plan.kv_slots[item[KV_START] : item[KV_END]]
+        np.add.at(count, (queries[:, None], slots[None, :]), plan.visible(number))
+    return count
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tree=trees(),
+    window=st.sampled_from([None, 1, 7]),
+    row_tile=st.sampled_from([None, 3]),
+    chunk=st.sampled_from([None, 5]),
+)
+def test_every_pair_that_the_tree_allows_is_covered_once(tree, window, row_tile, chunk):
+    expected = seen_by(tree, window)
+    for method, mask in PARTITIONS:
+        plan = plan_tree(tree, method, mask=mask, window=window, row_tile=row_tile, chunk=chunk, **SHAPE)
+        np.testing.assert_array_equal(covered(plan, tree.num_tokens), expected, err_msg=f"{method} {mask}")
+        check_form(plan)
+
+
+def check_form(plan):
+    """Entries are written once and merged by the row they belong to; leading mask-free tokens really are."""
+    rows = plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]
+    assert (rows > 0).all() and (plan.items[:, KV_END] > plan.items[:, KV_START]).all()
+    assert plan.items[:, ENTRY].tolist() == [0, *np.cumsum(rows)[:-1]] if len(rows) else True
+    owner = np.concatenate([np.arange(low, high) for low, high in plan.items[:, [ROW_LOW, ROW_HIGH]]])
+    merged = np.split(plan.reduce_entries, plan.reduce_indptr[1:-1])
+    for row, entries in enumerate(merged):
+        assert entries.tolist() == np.flatnonzero(owner == row).tolist()
+    for number, item in enumerate(plan.items):
+        assert plan.visible(number)[:, : item[FREE_END] - item[KV_START]].all()
+
+
+def test_rows_are_depth_first_and_readers_are_intervals():
+    tree = TreeSpec([-1, 0, 0, 1, 1], [5, 2, 3, 1, 1], [2, 4, 3, 1, 0])
+    plan = plan_tree(tree, "deft:node", **SHAPE)
+    assert plan.row_order.tolist() == [4, 3, 2, 1, 0]
+    assert plan.row_position.tolist() == [4, 6, 7, 7, 7]
+    assert plan.kv_slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 10, 11, 7, 8, 9]
+    assert plan.kv_low.tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 3, 4, 4, 4]
+    assert plan.kv_high.tolist() == [5, 5, 5, 5, 5, 4, 4, 3, 4, 5, 5, 5]
+    assert (plan.items[:, FREE_END] == plan.items[:, KV_END]).all()
+
+
+def test_nodes_without_readers_and_tokens_behind_the_window_are_dropped():
+    tree = TreeSpec([-1, 0, 0, 2], [50, 9, 4, 6], [2])
+    assert plan_tree(tree, "deft:flatten", **SHAPE).kv_slots.tolist() == [*range(50), *range(59, 63)]
+    assert plan_tree(tree, "deft:flatten", window=6, **SHAPE).kv_slots.tolist() == [48, 49, *range(59, 63)]
+
+
+def test_blocks_of_one_node_are_mask_free_and_small_nodes_share_one():
+    tree = TreeSpec([-1] + [0] * 12, [1000] + [5] * 12, range(1, 13))
+    plan = plan_tree(tree, "deft:flatten", chunk=256, **SHAPE)
+    free = plan.items[:, FREE_END] == plan.items[:, KV_END]
+    assert (plan.items[free, KV_END] - plan.items[free, KV_START]).tolist() == [250] * 4
+    assert (plan.items[~free, KV_END] - plan.items[~free, KV_START]).tolist() == [60]
+
+
+def test_a_causal_chunk_skips_what_its_rows_cannot_see():
+    tree = TreeSpec([-1], [600], [0] * 400, range(200, 600))
+    plan = plan_tree(tree, "deft:node", row_tile=100, **SHAPE)
+    tiles = plan.items[np.argsort(plan.items[:, ROW_LOW])]
+    assert tiles[:, KV_END].tolist() == [300, 400, 500, 600]
+    assert tiles[:, FREE_END].tolist() == [201, 301, 401, 501]
+
+
+def test_positions_may_have_gaps():
+    tree = TreeSpec([-1, 0], [4, 2], [1], position=[0, 1, 90, 91, 100, 101])
+    assert plan_tree(tree, "deft:node", window=12, **SHAPE).kv_slots.tolist() == [2, 3, 4, 5]
+
+
+def test_bytes_are_counted_by_kind():
+    width, prompt, leaf = 100, 4000, 200
+    tree = TreeSpec([-1] + [0] * width, [prompt] + [leaf] * width, range(1, width + 1))
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.float16}
+    token = 2 * 2 * 8 * 128
+    flat = plan_tree(tree, "deft:flatten", row_tile=16, chunk=256, **shape).io()
+    assert flat.kv_once == token * (prompt + width * leaf)
+    assert flat.kv == token * (prompt * 7 + width * leaf)  # 100 rows read the prompt in 7 tiles
+    entries = width * 16 + width  # the prompt is cut in 16
+    assert flat.partials == 2 * 4 * entries * 32 * (128 + 1) and flat.scores == 0
+    assert flat.queries == entries * 32 * 128 * 2 and flat.output == width * 32 * 128 * 2
+    apart = plan_tree(tree, "radix", chunk=4200, **shape).io()
+    assert apart.kv == apart.kv_once == token * width * (prompt + leaf) and apart.partials == apart.masks == 0
+    dense = plan_tree(tree, "medusa", **shape).io()
+    assert dense.scores == 8 * 2 * 32 * width * (prompt + width * leaf)
+    assert dense.masks == width * (prompt + width * leaf) and dense.kv == flat.kv_once
+    bits = plan_tree(tree, "specinfer", **shape).io()
+    assert bits.kv == token * width * (prompt + width * leaf) and bits.masks == width * 375 * 8
+    assert flat.total == sum(getattr(flat, kind) for kind in flat.__annotations__ if kind != "kv_once")
+    deep = plan_tree(tree, "deft:flatten", row_tile=16, chunk=256, **shape).io(torch.float32, layers=3, heads=32)
+    assert deep.kv == 2 * 3 * 4 * flat.kv and deep.partials == 3 * flat.partials
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_item_has_more_rows_than_the_row_tile(method):
+    tree = TreeSpec([-1], [300], [0] * 300, range(300))
+    plan = plan_tree(tree, method, row_tile=16, **SHAPE)
+    rows = plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]
+    assert rows.max() <= 16 or method in ("medusa", "vanilla")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"parent": [0], "length": [1], "query_node": [0]}, "parent[0] is 0; it must be -1 or an earlier node"),
+        ({"parent": [-1, 2, 0], "length": [1, 1, 1], "query_node": [0]}, "parent[1] is 2; it must be -1 or an earlier"),
+        ({"parent": [-1, -2], "length": [1, 1], "query_node": [0]}, "parent[1] is -2"),
+        ({"parent": [-1], "length": [1, 2], "query_node": [0]}, "length must hold 1 entries, one a node; it holds 2"),
+        ({"parent": [-1], "length": [-4], "query_node": [0]}, "length[0] is -4; it must be at least 0"),
+        ({"parent": [-1], "length": [1.5], "query_node": [0]}, "length must be a flat list of whole numbers"),
+        ({"parent": [-1], "length": [[1]], "query_node": [0]}, "length must be a flat list of whole numbers"),
+        ({"parent": [-1], "length": [1], "query_node": [1]}, "query_node[0] is 1; it must be a node, 0 to 0"),
+        ({"parent": [-1], "length": [1], "query_node": [-1]}, "query_node[0] is -1; it must be a node"),
+        ({"parent": [-1], "length": [1], "query_node": []}, "at least one node in parent and one query"),
+        ({"parent": [], "length": [], "query_node": [0]}, "at least one node in parent and one query"),
+        ({"parent": [-1], "length": [2], "query_node": [0], "query_offset": [2]}, "query_offset[0] is 2; it must be"),
+        (
+            {"parent": [-1], "length": [2], "query_node": [0], "query_offset": [0, 1]},
+            "query_offset must hold 1 entries",
+        ),
+        (
+            {"parent": [-1], "length": [2], "query_node": [0], "position": [1]},
+            "position must hold 2 entries, one a token",
+        ),
+        ({"parent": [-1], "length": [2], "query_node": [0], "position": [0, -1]}, "position[1] is -1"),
+    ],
+)
+def test_a_wrong_tree_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TreeSpec(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"method": "deft"},
+            "method is 'deft'; choose one of flash_decoding, radix, medusa, specinfer, vanilla, deft:node",
+        ),
+        ({"num_heads": 5}, "num_heads is 5; it must be a multiple of num_kv_heads, 2"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0; it must be at least 1"),
+        ({"head_dim": -1}, "head_dim is -1; it must be at least 1"),
+        ({"page_size": 8}, "page_size is 8; choose one of 1, 16, 32, 64"),
+        ({"mask": "dense"}, "mask is 'dense'; choose one of intervals, words"),
+        ({"mask": "words", "method": "radix"}, "mask='words' is for deft:* methods"),
+        ({"window": 0}, "window is 0; it must be at least 1"),
+        ({"chunk": 0}, "chunk is 0; it must be at least 1"),
+        ({"row_tile": -3}, "row_tile is -3; it must be at least 1"),
+        ({"row_tile": 200, "device": "cuda"}, "row_tile is 200; on cuda it may hold at most 256 rows"),
+        ({"slots": [0, 1]}, "slots must hold 3 entries, one a token, nodes in order; it holds 2"),
+        ({"slots": [0, -1, 2]}, "slots[1] is -1; it must be 0 to 2147483647"),
+        ({"slots": [0, 1, 2**31]}, "slots[2] is 2147483648; it must be 0 to 2147483647"),
+    ],
+)
+def test_a_wrong_plan_is_refused(arguments, message):
+    tree = TreeSpec([-1], [3], [0])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_tree(tree, **{"method": "deft:flatten", **SHAPE, **arguments})
+
+
+@pytest.mark.parametrize("position", [None, [0]])
+def test_a_query_that_sees_no_token_is_refused(position):
+    with pytest.raises(ValueError, match=re.escape("query_node[1] is 0; it must have a token on its path")):
+        plan_tree(TreeSpec([-1, 0], [0, 1], [1, 0], position=position), **SHAPE)
+
+
+def test_auto_and_reference_are_names_of_partitions():
+    tree = TreeSpec([-1], [3], [0])
+    assert plan_tree(tree, **SHAPE).method == "deft:flatten" and plan_tree(tree, **SHAPE).backend is None
+    assert plan_tree(tree, "reference", **SHAPE).backend == "reference"
+
+
+def test_a_thousand_nodes_deep_and_a_thousand_wide():
+    chain = TreeSpec(range(-1, 999), [3] * 1000, [999, 500, 0])
+    plan = plan_tree(chain, "deft:flatten", **SHAPE)
+    assert plan.row_order.tolist() == [2, 1, 0] and plan.row_position.tolist() == [2, 1502, 2999]
+    star = TreeSpec([-1] + [0] * 1000, [7] + [1] * 1000, range(1, 1001))
+    for method, mask in itertools.product(("deft:node", "deft:flatten"), ("intervals", "words")):
+        plan = plan_tree(star, method, mask=mask, **SHAPE)
+        assert plan.num_rows == 1000 and (np.diff(plan.reduce_indptr) >= 1).all()
