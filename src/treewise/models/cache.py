@@ -89,9 +89,11 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 @contextmanager
-def progress(description: str, total: float | None) -> Iterator[Callable[[float], None]]:
+def progress(description: str, total: float) -> Iterator[Callable[[float], None]]:
     """Show a progress bar on the error stream while the block runs; the block calls what it is given to advance."""
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    # On a terminal the bar is gone when it is done; in a log, one line of it stays.
+    with Progress(*columns, console=console, transient=console.is_terminal) as bars:
         task = bars.add_task(description, total=total)
         yield lambda amount: bars.advance(task, amount)
