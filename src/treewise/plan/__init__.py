@@ -130,7 +130,7 @@ def plan_tree(
         chunk = 256 if method == "deft:node_chunk" else default_chunk(layout, shared, device, num_kv_heads)
     match method:
         case "flash_decoding" | "radix":
-            cut = partition.by_query(layout, window, chunk)
+            cut = partition.by_query(layout, window, row_tile, chunk)
         case "specinfer":
             cut, mask = partition.by_query_over_trees(layout, window), "bits"
         case "medusa" | "vanilla":

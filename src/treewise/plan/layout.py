@@ -15,6 +15,7 @@ class Layout(NamedTuple):
 
     row_order: Ints
     row_position: Ints
+    row_starts: npt.NDArray[np.bool_]  # whether a row does not follow the one before it on the next token of its node
     kv_slots: Ints
     kv_low: Ints
     kv_high: Ints
@@ -39,6 +40,7 @@ def lay_out(tree: TreeSpec, slots: Ints, window: int | None) -> Layout:
 
     row_order = np.lexsort((offset, rank[node]))
     row_node, row_offset = node[row_order], offset[row_order]
+    row_starts = (np.diff(row_node, prepend=-1) != 0) | (np.diff(row_offset, prepend=-2) != 1)
     rows_before = indptr(np.bincount(rank[node], minlength=tree.num_nodes))
     low, high = rows_before[rank], rows_before[rank + size]
     if tree.position is None:
@@ -76,7 +78,7 @@ def lay_out(tree: TreeSpec, slots: Ints, window: int | None) -> Layout:
     ends = np.cumsum(used[kept])
     root = np.cumsum(parent[order] < 0)[rank[kept]] - 1
     return Layout(
-        row_order, row_position, kv_slots, kv_low, kv_high, kv_position,
+        row_order, row_position, row_starts, kv_slots, kv_low, kv_high, kv_position,
         ends - used[kept], ends, low[kept], high[kept], root,
     )  # fmt: skip
 

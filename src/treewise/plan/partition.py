@@ -60,25 +60,35 @@ def flatten(layout: Layout, window: int | None, row_tile: int, chunk: int) -> Pa
     return _by_tokens(layout, window, row_tile, *_even(start, end, limit), np.repeat(mixed, blocks))
 
 
-def by_query(layout: Layout, window: int | None, chunk: int) -> Partition:
-    """One group a query and chunk of its path; the key arrays list each query's path, as page tables do."""
-    readers = layout.node_high - layout.node_low
-    node = np.repeat(np.arange(len(readers)), readers)
-    row = ranges(layout.node_low, layout.node_high)
-    by_row = np.argsort(row, kind="stable")
-    node, row = node[by_row], row[by_row]
+def by_query(layout: Layout, window: int | None, row_tile: int, chunk: int) -> Partition:
+    """One group a sequence and chunk of its path; the key arrays list each sequence's path, as page tables do.
+
+    A sequence is one query, or the queries of a prompt chunk at consecutive tokens of a node.
+    """
+    sequence_low = np.flatnonzero(layout.row_starts)
+    sequence_high = np.append(sequence_low[1:], len(layout.row_starts))
+    sequence_of = np.cumsum(layout.row_starts) - 1  # a node's readers are whole sequences
+    first, last = sequence_of[layout.node_low], sequence_of[layout.node_high - 1] + 1
+    node, sequence = np.repeat(np.arange(len(first)), last - first), ranges(first, last)
+    by_sequence = np.argsort(sequence, kind="stable")
+    node, sequence = node[by_sequence], sequence[by_sequence]
     start = layout.node_start[node]
-    end = np.minimum(layout.node_end[node], np.searchsorted(layout.kv_low, row, side="right"))
-    token, reader = ranges(start, end), np.repeat(row, end - start)
+    seen = np.searchsorted(layout.kv_low, sequence_high[sequence] - 1, side="right")
+    end = np.minimum(layout.node_end[node], seen)
+    token, reader = ranges(start, end), np.repeat(sequence, end - start)
     if window is not None:
-        near = pairs(layout, window, reader, token)
+        nearest = np.minimum.reduceat(layout.row_position, sequence_low)
+        near = layout.kv_position[token] > nearest[reader] - window
         token, reader = token[near], reader[near]
-    bounds = indptr(np.bincount(reader, minlength=len(layout.row_order)))
-    start, end = _even(bounds[:-1], bounds[1:], np.full(len(bounds) - 1, chunk))
-    row = reader[start]
-    none = np.zeros(0, np.int64)
-    paths = layout._replace(kv_slots=layout.kv_slots[token], kv_low=none, kv_high=none, kv_position=none)
-    return Partition(paths, _items(row, row + 1, start, end, end, np.arange(len(row))), end - start)
+    bounds = indptr(np.bincount(reader, minlength=len(sequence_low)))
+    start, end = _even(bounds[:-1], bounds[1:], np.full(len(sequence_low), chunk))
+    paths = layout._replace(
+        kv_slots=layout.kv_slots[token],
+        kv_low=np.maximum(layout.kv_low[token], sequence_low[reader]),
+        kv_high=sequence_high[reader],
+        kv_position=layout.kv_position[token] if window is not None else layout.kv_position,
+    )
+    return _by_tokens(paths, window, row_tile, start, end, np.zeros(len(start), bool))
 
 
 def by_query_over_trees(layout: Layout, window: int | None) -> Partition:
