@@ -16,9 +16,9 @@ from treewise.plan import Plan
 from treewise.plan.data import ENTRY, FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
 from treewise.plan.spec import Ints
 
-ALONE = 1 << 14
+ALONE = 1 << 10
 """Items with at least so many (row, key token) pairs run alone: their products outweigh the calls."""
-BATCH = 1 << 21
+BATCH = 1 << 18
 """Most elements that a batch gathers from the pool, to stay in the cache."""
 MERGE = 1 << 22
 """Most elements of partial outputs that are merged at once."""
@@ -117,14 +117,16 @@ def _attend(
     scores = torch.bmm(rows.reshape(shape[0], -1, shape[-1]), keys.transpose(1, 2))  # [batch, rows * group, tokens]
     if hidden is not None:
         scores.view(*shape[:-1], -1)[..., free:].masked_fill_(hidden.unsqueeze(-2), -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    if hidden is not None:
-        top.masked_fill_(top == -torch.inf, 0)  # a row that sees nothing here: all its weights become 0
-    weights = scores.sub_(top).exp_()
-    total = weights.sum(-1, keepdim=True)
-    out = torch.bmm(weights, values)
-    out /= total if hidden is None else total.masked_fill(total == 0, 1)
-    return out.view(shape), (total.log_() + top).view(shape[:-1])
+    top = scores.amax(-1)
+    weights = torch.softmax(scores, dim=-1)
+    # The largest weight is exp(top - LSE), which spares a second pass over the exponentials.
+    lse = top - weights.amax(-1).log_()
+    if hidden is not None and free == 0:
+        blind = top == -torch.inf  # softmax makes NaN of a row that sees nothing here; its part is empty
+        if blind.any():
+            weights.masked_fill_(blind[..., None], 0)
+            lse.masked_fill_(blind, -torch.inf)
+    return torch.bmm(weights, values).view(shape), lse.view(shape[:-1])
 
 
 def _read(pool: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
