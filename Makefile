@@ -10,6 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# Threads that wait by spinning slow each other down many times over where other programs want the same cores.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: help demo test lint format clean
 
 help: ## Show what there is to make
