@@ -120,6 +120,18 @@ def test_slots_that_no_token_uses_are_never_touched():
         assert run_plan(plan, torch.randn(tree.num_queries, 4, 16), k, v).isfinite().all()
 
 
+@pytest.mark.parametrize("method", ["deft:flatten", "deft:node", "deft:node_chunk", "radix", "specinfer"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_tree_that_overflowed_does_not_harm_its_neighbours(method, poison):
+    tree = TreeSpec([-1, 0, 0, -1, 3, 3, -1], [5, 2, 3, 6, 1, 1, 4], [1, 2, 4, 5, 6])
+    k, v = pool(22)
+    q = torch.randn(5, 4, 16)
+    clean = run_plan(plan_tree(tree, method, **SHAPE), q, k, v)
+    k[10:18], v[10:18] = poison, poison  # the second tree
+    spoilt = run_plan(plan_tree(tree, method, **SHAPE), q, k, v)
+    torch.testing.assert_close(spoilt[[0, 1, 4]], clean[[0, 1, 4]])
+
+
 def test_a_pool_need_not_be_contiguous():
     tree = TREES[5]()
     both = torch.randn(tree.num_tokens, 2, 2, 16)  # keys and values side by side

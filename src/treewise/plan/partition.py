@@ -47,11 +47,13 @@ def by_node(layout: Layout, window: int | None, row_tile: int, chunk: int) -> Pa
 def flatten(layout: Layout, window: int | None, row_tile: int, chunk: int) -> Partition:
     """Even blocks of the depth-first key tokens, with all their readers.
 
-    A block inside one node needs no mask; only runs of nodes too small for a block of their own are mixed.
+    A block inside one node needs no mask; only runs of nodes too small for a block of their own are mixed, and never
+    those of two trees: a hidden value that is not finite would still spoil the block's other rows.
     """
     length = layout.node_end - layout.node_start
     small = length < min(SMALL_NODE, chunk)
-    first = np.flatnonzero(~small | np.diff(small, prepend=False))
+    new_tree = np.diff(layout.node_root, prepend=-1) != 0
+    first = np.flatnonzero(~small | np.diff(small, prepend=False) | new_tree)
     start = layout.node_start[first]
     end = np.append(start[1:], layout.node_end[-1:])
     mixed = np.diff(np.append(first, len(length))) > 1
