@@ -150,6 +150,8 @@ def test_rows_are_stored_where_they_belong(backend):
     get_backend(backend, k.device).store(k_new, v_new, k, v, slots)
     assert torch.equal(k[[8, 3]], k_new[:2]) and torch.equal(v[[8, 3]], v_new[:2])
     assert not k[[1, 2, 4, 5, 6, 7]].any()
+    with pytest.raises(ValueError, match=r"slots must be int64; they are torch.int32"):
+        store_kv(k_new, v_new, k, v, slots.int())
     with pytest.raises(ValueError, match=r"k_new and v_new must be \[rows, kv_heads, head_dim\] = \[4, 2, 16\]"):
         store_kv(k_new[:3], v_new[:3], k, v, slots)
 

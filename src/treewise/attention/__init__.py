@@ -39,7 +39,7 @@ def get_backend(name: str | None, device: torch.device) -> AttentionBackend:
     Raises
     ------
     ValueError
-        If there is no backend of this name.
+        If there is no backend of this name, or it needs a package that is not there.
     """
     match name or ("triton" if device.type == "cuda" else "cpu"):
         case "reference":
@@ -48,8 +48,10 @@ def get_backend(name: str | None, device: torch.device) -> AttentionBackend:
             return CPUBackend()
         case "triton":
             # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
-            from treewise.attention.triton import TritonBackend
-
+            try:
+                from treewise.attention.triton import TritonBackend
+            except ModuleNotFoundError as error:
+                raise ValueError("backend 'triton' needs the package triton, which is not installed") from error
             return TritonBackend()
     raise ValueError(f"backend is {name!r}; choose one of {', '.join(BACKENDS)}")
 
@@ -111,6 +113,8 @@ def store_kv(k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch
     slots : [rows], int64
         Where each row goes. A slot that repeats, such as the scratch slot, ends with one of its rows.
     """
+    if slots.dtype != torch.int64:
+        raise ValueError(f"slots must be int64; they are {slots.dtype}")
     if not k_new.shape == v_new.shape == (len(slots), *k.shape[1:]):
         raise ValueError(
             f"k_new and v_new must be [rows, kv_heads, head_dim] = {[len(slots), *k.shape[1:]]}; "

@@ -39,7 +39,7 @@ class IO:
         return self.kv + self.queries + self.scores + self.partials + self.output + self.masks + self.metadata
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """One partition of attention over a tree, as flat integer arrays.
 
