@@ -11,13 +11,15 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from treewise import LLM
 from treewise.search import STRATEGIES, extract_answer, same_answer
 
-QUESTION = "There are 15 boys and 27 girls in a school club. How many children are in the club?"
-ANSWER = "42"
+QUESTION = (
+    "A pizza costs 9 dollars and a drink costs 3 dollars. What do they cost together? Answer in one sentence."
+)
+ANSWER = "12"
 RUNS = {
-    "best_of_n": {"n": 8, "max_tokens": 80, "temperature": 0.5},
-    "self_consistency": {"n": 12, "max_tokens": 80, "temperature": 0.5},
-    "beam_search": {"beam_width": 4, "max_tokens": 64},
-    "tot": {"depth": 2, "width": 4, "beam": 2, "temperature": 0.5, "evaluate": "logprob"},
+    "best_of_n": {"n": 8, "max_tokens": 64, "temperature": 0.5},
+    "self_consistency": {"n": 12, "max_tokens": 64, "temperature": 0.7},
+    "beam_search": {"beam_width": 4, "max_tokens": 32},
+    "tot": {"depth": 2, "width": 4, "beam": 2, "answer_tokens": 24, "evaluate": "logprob"},
 }
 FOLDER = Path(__file__).parents[1] / "demo"
 

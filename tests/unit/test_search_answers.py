@@ -17,6 +17,7 @@ from treewise.search.answers import EXTRACTORS, extract_answer, same_answer
         ("That makes $1,234,567.50!", "1,234,567.50"),
         ("The answer is 7. I checked it 3 times.", "7"),
         ("The answer is: **Paris**.", "Paris"),
+        ("The answer is: 9 + 3 = 12.", "12"),
         ("Final Answer: 3/4", "3/4"),
         ("60 * 3 = 180 miles in 3 hours.\n#### 180\nDone in 2 steps.", "180"),
         ("the answer is 5\nNo, the answer is 6", "6"),

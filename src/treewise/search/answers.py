@@ -44,18 +44,20 @@ def last_boxed(text: str) -> str | None:
 
 
 def stated_answer(text: str) -> str | None:
-    """Return what the last "answer is", "answer:" or "####" of a text announces: its first number, else its words.
+    """Return what the last "answer is", "answer:" or "####" of a text announces.
+
+    That is the first number of the sentence, behind an equals sign if there is one; its words where it has no number.
 
     Examples
     --------
-    >>> stated_answer("The answer is 12 apples."), stated_answer("Answer: Paris. I am sure.")
+    >>> stated_answer("The answer is 9 + 3 = 12 apples."), stated_answer("Answer: Paris. I am sure.")
     ('12', 'Paris')
     """
     stated = STATED.findall(text)
     if not stated:
         return None
     sentence = re.split(r"[.!?](?:\s|$)", stated[-1], maxsplit=1)[0].strip()
-    number = NUMBER.search(sentence)
+    number = NUMBER.search(sentence.rpartition("=")[2])
     return number[0] if number else sentence.strip(" *:$\"'") or None
 
 
