@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from treewise.branch import Branch, Candidates, Observe, decode, generate, keep
+from treewise.branch import Branch, Candidates, Observe, generate
 from treewise.config import BeamSearchParams, SamplingParams
-from treewise.controller import BeamSearch
 from treewise.engine import Engine, Request
 from treewise.kv import KVManager, make_pool
 from treewise.models import CausalLM, Tokenizer, load_model
@@ -19,6 +18,7 @@ from treewise.outputs import completion, draw, logprobs
 from treewise.results import ProgramOutput, RequestOutput, Tree
 from treewise.runner import Runner
 from treewise.sampler import row_key
+from treewise.search.beams import beams
 from treewise.tree import Forest
 
 Prompt = str | Sequence[int]
@@ -201,7 +201,7 @@ class LLM:
         The outputs are the best hypotheses, best first; their branches' scores are length-penalised.
         """
         prompts = _listed(prompts)
-        requests = self._submit(prompts, [lambda root: beam_search(root, params)] * len(prompts), [None] * len(prompts))
+        requests = self._submit(prompts, [lambda root: _beams(root, params)] * len(prompts), [None] * len(prompts))
         self.engine.run()
         return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
 
@@ -311,12 +311,8 @@ class LLM:
         )
 
 
-async def beam_search(root: Branch, params: BeamSearchParams) -> tuple[None, list[Branch]]:
-    """Decode beams below `root`; the best hypotheses, best first, their scores set."""
-    controller = BeamSearch(params)
-    leaves = await decode(root.fork(), controller)
-    scores = [controller.score(leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens) for leaf in leaves]
-    return None, keep(leaves, scores, params.beam_width)
+async def _beams(root: Branch, params: BeamSearchParams) -> tuple[None, list[Branch]]:
+    return None, await beams(root, params)
 
 
 async def _sample(root: Branch, params: SamplingParams) -> tuple[list[Candidates] | None, list[Branch]]:

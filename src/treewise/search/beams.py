@@ -42,11 +42,15 @@ async def beam_search(
     ValueError
         If a parameter is out of range.
     """
-    params = BeamSearchParams(beam_width, max_tokens, length_penalty, early_stopping, stop=stop)
+    return await beams(root, BeamSearchParams(beam_width, max_tokens, length_penalty, early_stopping, stop=stop))
+
+
+async def beams(root: Branch, params: BeamSearchParams) -> list[Branch]:
+    """Do what `beam_search` does, with all parameters there are."""
     controller = BeamSearch(params)
     leaves = await decode(root.fork(), controller)
     scores = [controller.score(leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens) for leaf in leaves]
-    return keep(leaves, scores, beam_width)
+    return keep(leaves, scores, params.beam_width)
 
 
 async def replay(
