@@ -9,7 +9,7 @@ from treewise.search import STRATEGIES
 
 pytestmark = pytest.mark.slow
 
-QUESTION = "A train travels 60 miles in one hour. How many miles does it travel in 3 hours?"
+QUESTION = "What is 15 + 27?"
 SETTINGS = {
     "best_of_n": {"n": 4, "max_tokens": 8, "temperature": 1.0, "top_p": 0.95},
     "beam_search": {"beam_width": 3, "max_tokens": 6},

@@ -49,6 +49,22 @@ def test_every_third_step_each_leaf_branches_in_two(form):
     assert llm.engine.kv.pool.num_free == free
 
 
+def test_the_demo_draws_a_page_for_each_strategy(monkeypatch, tmp_path, capsys):
+    demo = load("demo")
+    model = tiny_model()
+    monkeypatch.setattr(demo, "LLM", lambda *_, **__: tiny_llm(model))
+    monkeypatch.setattr(demo, "FOLDER", tmp_path / "demo")
+    assert len(demo.RUNS) >= 3
+    short = {"best_of_n": {"n": 2, "max_tokens": 3}, "tot": {"depth": 1, "thought_tokens": 3, "answer_tokens": 3}}
+    monkeypatch.setattr(demo, "RUNS", short)
+    demo.main()
+    out = capsys.readouterr().out
+    for name in short:
+        assert (tmp_path / "demo" / f"{name}.html").read_text("utf-8").startswith("<!doctype html>")
+    assert out.count("tokens/s") == out.count("Answer:") == 2
+    assert f"of 2 strategies found {demo.ANSWER}" in out
+
+
 def blocks(path):
     return re.findall(r"^```python\n(.*?)^```", (ROOT / path).read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
