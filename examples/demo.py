@@ -11,9 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from treewise import LLM
 from treewise.search import STRATEGIES, extract_answer, same_answer
 
-QUESTION = (
-    "A pizza costs 9 dollars and a drink costs 3 dollars. What do they cost together? Answer in one sentence."
-)
+QUESTION = "A pizza costs 9 dollars and a drink costs 3 dollars. What do they cost together? Answer in one sentence."
 ANSWER = "12"
 RUNS = {
     "best_of_n": {"n": 8, "max_tokens": 64, "temperature": 0.5},
@@ -30,7 +28,7 @@ def main() -> None:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     right = []
     with Progress(*columns, console=console) as progress:
-        step = progress.add_task("Loading smollm2-135m (fetched once, 95 MB)", total=None)
+        step = progress.add_task("Loading smollm2-135m (fetched once, then cached)", total=None)
         llm = LLM("smollm2-135m", device="cpu")
         progress.update(step, total=1, completed=1)
         console.print(f"[bold]{QUESTION}[/]")
