@@ -120,6 +120,15 @@ def test_search_answers_and_draws(capsys, tmp_path):
     assert files["dot"].read_text().startswith("digraph")
 
 
+def test_search_chats_where_the_model_can():
+    main(["search", "Where?"])
+    assert FakeLLM.asked[0] == [[6]]
+    main(["search", "Where?", "--no-chat"])
+    assert FakeLLM.asked[0] == ["Where?"]
+    main(["search", "Where?", "--system", "Be brief."])
+    assert FakeLLM.asked[0] == [[9, 6]]
+
+
 def test_search_lists_strategies(capsys):
     main(["strategies"])
     out = capsys.readouterr().out
@@ -132,6 +141,7 @@ def test_mistakes_are_one_line(capsys):
     assert "--chat" in fails(capsys, "generate", "x", "--system", "y")
     assert "tot" in fails(capsys, "search", "x", "--strategy", "guess")
     assert "no such setting" in fails(capsys, "search", "x", "--set", "bogus=1")
+    assert "--no-chat" in fails(capsys, "search", "x", "--system", "y", "--no-chat")
     assert "key=value" in fails(capsys, "search", "x", "--set", "width")
     assert "generate" in fails(capsys, "decode")
 

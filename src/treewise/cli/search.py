@@ -20,7 +20,7 @@ def search(
     *,
     strategy: str = "tot",
     set_values: Annotated[tuple[str, ...], Parameter("--set")] = (),
-    chat: bool = False,
+    chat: bool | None = None,
     system: str | None = None,
     text: bool = False,
     html: Path | None = None,
@@ -42,7 +42,7 @@ def search(
     set_values
         A parameter of the strategy as key=value, e.g. --set width=5; may be repeated.
     chat
-        Put the prompt in the model's chat template.
+        Put the prompt in the model's chat template, or, with --no-chat, do not; by default where the model has one.
     system
         System message of the chat.
     text
@@ -61,13 +61,15 @@ def search(
     strategy = strategy.replace("-", "_")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: {strategy!r} is not one of {', '.join(STRATEGIES)}")
-    if system is not None and not chat:
-        raise ValueError("system: needs --chat")
+    if system is not None and chat is False:
+        raise ValueError("system: it is a part of a chat; leave out --no-chat")
     values = parse_settings(set_values)
     options = options or ModelOptions()
     question = read_prompt(prompt)
     program = STRATEGIES[strategy].build(**values)
     llm = options.load()
+    if chat is None:
+        chat = llm.tokenizer.has_chat_template or system is not None
     with working(f"Searching with {strategy}"):
         [result] = llm.run(program, [encode_chat(llm, question, system) if chat else question], seed=seed)
     tree = replace(result.tree, strategy=strategy, model=Path(options.model).name)
