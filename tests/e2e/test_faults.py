@@ -4,6 +4,8 @@ import pytest
 
 from treewise import LLM, RequestsFailed, Rows, SamplingParams, decode, generate, score
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 

@@ -12,6 +12,8 @@ from treewise import LLM, BeamSearchParams, SamplingParams
 from treewise.attention import METHODS
 from treewise.models import load_model
 
+pytestmark = pytest.mark.slow
+
 COUNT = 10
 TEXT = (
     "The lighthouse keeper counted the ships each evening and wrote their names in a thick green book. On some days "
