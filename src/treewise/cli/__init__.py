@@ -30,6 +30,9 @@ app.command(bench)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line; what the user got wrong ends in one line on standard error and exit code 2."""
+    # Threads that spin while they wait make a step several times slower wherever another program wants the same cores.
+    # OpenMP reads this when torch is imported, which no verb has done yet.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(arguments, exit_on_error=False, print_error=False)
     except BrokenPipeError:
