@@ -114,7 +114,7 @@ def test_best_of_n_keeps_the_best(by, value):
 
 
 def test_a_reward_must_rate_every_text():
-    with pytest.raises(ValueError, match="values: 1 values for 4 branches"):
+    with pytest.raises(ValueError, match="by: the reward gave 1 values for 4 texts"):
         run("best_of_n", by=lambda texts: [0.0])
 
 
@@ -150,7 +150,7 @@ def test_beam_search_is_the_engines_own():
     assert [b.score for b in result.value] == pytest.approx([b.logprob / len(b.token_ids) for b in result.value])
 
 
-@pytest.mark.parametrize("evaluate", ["judge", "vote", "logprob"])
+@pytest.mark.parametrize("evaluate", ["judge", "vote", "logprob", lambda texts: [text.count("e") for text in texts]])
 def test_tree_of_thoughts_keeps_the_best_chains(evaluate):
     result = run("tot", evaluate=evaluate, depth=2, beam=2, conclude="=")
     tree = branches_of(result)
@@ -257,7 +257,7 @@ def logprob_of_end(tokens, count):
         (tree_of_thoughts, {"width": 1.5}, "width must be"),
         (tree_of_thoughts, {"beam": -1}, "beam must be"),
         (tree_of_thoughts, {"thought_tokens": 0}, "thought_tokens must be"),
-        (tree_of_thoughts, {"evaluate": "guess"}, "evaluate: 'guess' is not one of judge, vote, logprob"),
+        (tree_of_thoughts, {"evaluate": "guess"}, "evaluate: 'guess' is neither one of judge, vote, logprob nor"),
         (replay, {"recording": []}, "a recording needs a first node"),
         (replay, {"recording": [[0, 0]]}, r"node 0 must be \[start, end, children\]"),
         (replay, {"recording": "no-such-file"}, "cannot read recordings from no-such-file"),

@@ -11,8 +11,9 @@ from treewise.branch import Branch
 from treewise.search.answers import EXTRACTORS, extract_answer, same_answer
 from treewise.search.beams import beam_search, replay
 from treewise.search.conversation import ask
+from treewise.search.evaluators import EVALUATORS
 from treewise.search.samples import best_of_n, self_consistency
-from treewise.search.thoughts import EVALUATORS, tree_of_thoughts
+from treewise.search.thoughts import tree_of_thoughts
 
 __all__ = [
     "EVALUATORS",

@@ -50,7 +50,7 @@ async def best_of_n(
         raise ValueError(f"by: {by!r} is neither one of {', '.join(RANKINGS)} nor a function")
     answers = await _draw(root, n, temperature, top_p, max_tokens, stop)
     if callable(by):
-        values = [float(value) for value in await call(by, [answer.text for answer in answers])]
+        values = await rewards("by", by, answers)
     else:
         values = [mean_logprob(answer, root) if by == "mean_logprob" else answer.logprob for answer in answers]
     return keep(answers, values, 1)[0]
@@ -112,6 +112,20 @@ async def self_consistency(
         if solution not in majority:
             solution.prune()
     return majority
+
+
+async def rewards(name: str, reward: Reward, branches: Sequence[Branch]) -> list[float]:
+    """Run a reward function, given as the parameter `name`, over the texts of `branches` in a worker thread.
+
+    Raises
+    ------
+    ValueError
+        If it does not give one number a text.
+    """
+    values = [float(value) for value in await call(reward, [branch.text for branch in branches])]
+    if len(values) != len(branches):
+        raise ValueError(f"{name}: the reward gave {len(values)} values for {len(branches)} texts")
+    return values
 
 
 def mean_logprob(branch: Branch, since: Branch) -> float:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from math import exp
+from collections.abc import Sequence
 
-from treewise.branch import Branch, generate, keep
-from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer
-from treewise.search.conversation import ask
-from treewise.search.samples import mean_logprob
-
-JUDGE = "Is every step of this solution correct so far? Answer Yes or No."
-BALLOT = "Which of these next steps is the best? Answer with its number."
+from treewise.branch import Branch
+from treewise.config import MAX_SEQUENCES, check_integer
+from treewise.search.evaluators import JUDGE
+from treewise.search.samples import Reward
+from treewise.search.thinking import Thinker, ended, ranked, retain
 
 
 async def tree_of_thoughts(
@@ -19,7 +16,7 @@ async def tree_of_thoughts(
     depth: int = 3,
     width: int = 3,
     beam: int = 2,
-    evaluate: str = "judge",
+    evaluate: str | Reward = "judge",
     judge: str = JUDGE,
     conclude: str = "\nSo the answer is",
     temperature: float = 0.8,
@@ -41,10 +38,11 @@ async def tree_of_thoughts(
         Thoughts drawn from each chain a round.
     beam : int
         Chains kept a round.
-    evaluate : str
+    evaluate : str or callable
         A name from `EVALUATORS`: ``"judge"`` asks the model about each chain and takes the probability of "Yes"
         against "No"; ``"vote"`` shows it all new thoughts and takes how likely it picks each; ``"logprob"`` takes a
-        chain's log-probability a token and asks nothing.
+        chain's log-probability a token and asks nothing. Or a reward that a function gives to the list of all chains'
+        texts. The function runs in a worker thread.
     judge : str
         The question of ``"judge"``, to be answered by Yes or No.
     conclude : str
@@ -68,67 +66,14 @@ async def tree_of_thoughts(
     """
     for name, value in (("depth", depth), ("width", width), ("beam", beam)):
         check_integer(name, value, 1, MAX_SEQUENCES)
-    check_integer("thought_tokens", thought_tokens, 1)
-    check_integer("answer_tokens", answer_tokens, 1)
-    if evaluate not in EVALUATORS:
-        raise ValueError(f"evaluate: {evaluate!r} is not one of {', '.join(EVALUATORS)}")
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=thought_tokens, stop=stop)
-    rate = EVALUATORS[evaluate]
-
+    thinker = Thinker(root, evaluate, judge, conclude, temperature, top_p, thought_tokens, answer_tokens, stop)
     chains = [root]
     for _ in range(depth):
         # A chain that has come to its end stays in the race as it is.
-        thoughts = [thought for chain in chains for thought in ([chain] if _ended(chain) else chain.fork(width))]
-        await _think([thought for thought in thoughts if not _ended(thought)], params)
-        chains = _keep(chains, thoughts, await rate(root, thoughts, judge), beam)
-        if all(map(_ended, chains)):
+        thoughts = await thinker.extend(chains, [width] * len(chains))
+        await thinker.rate(thoughts)
+        chains = ranked(thoughts)[:beam]
+        retain(thoughts, chains)
+        if all(map(ended, chains)):
             break
-
-    answers = [chain if _ended(chain) else chain.fork()[0].append(conclude) for chain in chains]
-    last = SamplingParams(temperature=0, max_tokens=answer_tokens)
-    await generate([answer for answer in answers if not _ended(answer)], last)
-    return _keep(chains, answers, await rate(root, answers, judge), 1)[0]
-
-
-def _keep(chains: Sequence[Branch], longer: Sequence[Branch], values: Sequence[float], k: int) -> list[Branch]:
-    """Keep the best of the longer chains, and of all shorter ones those that they go on from."""
-    best = keep(longer, values, k)
-    for chain in chains:
-        while chain.alive and chain.parent is not None and not chain.children and chain not in best:
-            chain.prune()
-            chain = chain.parent
-    return best
-
-
-async def _think(thoughts: Sequence[Branch], params: SamplingParams) -> None:
-    """Draw a thought on each branch, once more where only a line end came."""
-    await generate(thoughts, params)
-    await generate([thought for thought in thoughts if not thought.new.strip() and not _ended(thought)], params)
-
-
-def _ended(chain: Branch) -> bool:
-    """Whether the model itself ended its text here."""
-    return chain.finish_reason == "stop" and chain.stop_reason is None
-
-
-async def _judge(root: Branch, chains: Sequence[Branch], judge: str) -> list[float]:
-    rated = await ask(chains, judge, ("Yes", "No"))
-    return [1 / (1 + exp(min(no - yes, 700))) for yes, no in rated]
-
-
-async def _vote(root: Branch, chains: Sequence[Branch], judge: str) -> list[float]:
-    options = "\n".join(f"{number}. {chain.new.strip()}" for number, chain in enumerate(chains, 1))
-    [ballot] = await ask([root], f"{BALLOT}\n{options}", [f"{number}." for number in range(1, len(chains) + 1)])
-    return [exp(logprob) for logprob in ballot]
-
-
-async def _likelihood(root: Branch, chains: Sequence[Branch], judge: str) -> list[float]:
-    return [mean_logprob(chain, root) for chain in chains]
-
-
-EVALUATORS: dict[str, Callable[[Branch, Sequence[Branch], str], Awaitable[list[float]]]] = {
-    "judge": _judge,
-    "vote": _vote,
-    "logprob": _likelihood,
-}
-"""How chains of thoughts are rated, by name."""
+    return await thinker.conclude(chains)
