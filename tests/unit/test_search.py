@@ -11,7 +11,18 @@ from tiny import EOS, Bytes, dense_logits, tiny_llm, tiny_model
 
 from treewise.branch import DeadBranchError, generate
 from treewise.config import BeamSearchParams, SamplingParams
-from treewise.search import STRATEGIES, ask, beam_search, best_of_n, replay, self_consistency, tree_of_thoughts
+from treewise.search import (
+    STRATEGIES,
+    ask,
+    beam_search,
+    best_of_n,
+    depth_first_thoughts,
+    monte_carlo_tree_search,
+    replay,
+    self_consistency,
+    step_beam_search,
+    tree_of_thoughts,
+)
 
 MODEL = tiny_model()
 SHORT = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 6}
@@ -21,6 +32,9 @@ SETTINGS = {
     "self_consistency": {"n": 5, "extract": lambda text: str(len(text.strip("aeiou ")) % 2), **SHORT},
     "beam_search": {"beam_width": 3, "max_tokens": 5},
     "tot": THOUGHTS,
+    "tot_dfs": {"threshold": 0.3, **THOUGHTS},
+    "mcts": {"iterations": 6, "width": 2, **THOUGHTS},
+    "step_beam": {"width": 6, "beam": 3, **THOUGHTS},
     "replay": {},
 }
 
@@ -90,7 +104,7 @@ def test_a_tree_does_not_depend_on_the_others_in_the_batch(name):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_inner_branch_stays_behind_as_an_answer(name):
-    result = run(name, **{"depth": 3} if name == "tot" else {})
+    result = run(name, **{"depth": 3} if "depth" in SETTINGS[name] else {})
     kept = result.value if isinstance(result.value, list) else [result.value]
     assert sorted(output.token_ids for output in result.outputs) == sorted(branch.token_ids for branch in kept)
     assert all(branch.score is not None for branch in kept)
@@ -258,6 +272,26 @@ def logprob_of_end(tokens, count):
         (tree_of_thoughts, {"beam": -1}, "beam must be"),
         (tree_of_thoughts, {"thought_tokens": 0}, "thought_tokens must be"),
         (tree_of_thoughts, {"evaluate": "guess"}, "evaluate: 'guess' is neither one of judge, vote, logprob nor"),
+        (depth_first_thoughts, {"depth": 0}, "depth must be"),
+        (depth_first_thoughts, {"budget": 0}, "budget must be"),
+        (depth_first_thoughts, {"solutions": 0.5}, "solutions must be"),
+        (depth_first_thoughts, {"threshold": math.nan}, "threshold must be"),
+        (depth_first_thoughts, {"temperature": -1}, "temperature must be"),
+        (monte_carlo_tree_search, {"iterations": 0}, "iterations must be"),
+        (monte_carlo_tree_search, {"parallel": 0}, "parallel must be"),
+        (monte_carlo_tree_search, {"width": "two"}, "width must be"),
+        (monte_carlo_tree_search, {"c": -1}, "c must be"),
+        (monte_carlo_tree_search, {"evaluate": "vote"}, "evaluate: 'vote' compares thoughts of one ballot only"),
+        (
+            monte_carlo_tree_search,
+            {"evaluate": "guess"},
+            "evaluate: 'guess' is neither one of judge, vote, logprob nor",
+        ),
+        (step_beam_search, {"width": 0}, "width must be"),
+        (step_beam_search, {"width": 4, "beam": 5}, r"beam must be an integer in \[1, 4\]"),
+        (step_beam_search, {"balance": 0}, "balance must be"),
+        (step_beam_search, {"allot": "all"}, "allot: 'all' is not one of rebase, dvts, top"),
+        (step_beam_search, {"answer_tokens": 0}, "answer_tokens must be"),
         (replay, {"recording": []}, "a recording needs a first node"),
         (replay, {"recording": [[0, 0]]}, r"node 0 must be \[start, end, children\]"),
         (replay, {"recording": "no-such-file"}, "cannot read recordings from no-such-file"),

@@ -1,4 +1,8 @@
-"""Ready-made programs: best-of-n, self-consistency, beam search, Tree of Thoughts, template replay."""
+"""Ready-made programs over trees.
+
+Best-of-n, self-consistency, beam search over tokens and over steps, Tree of Thoughts breadth first and depth first,
+Monte Carlo tree search, and template replay.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,13 @@ from treewise.search.answers import EXTRACTORS, extract_answer, same_answer
 from treewise.search.beams import beam_search, replay
 from treewise.search.conversation import ask
 from treewise.search.evaluators import EVALUATORS
+from treewise.search.monte_carlo import monte_carlo_tree_search
 from treewise.search.samples import best_of_n, self_consistency
-from treewise.search.thoughts import tree_of_thoughts
+from treewise.search.steps import ALLOTMENTS, step_beam_search
+from treewise.search.thoughts import depth_first_thoughts, tree_of_thoughts
 
 __all__ = [
+    "ALLOTMENTS",
     "EVALUATORS",
     "EXTRACTORS",
     "STRATEGIES",
@@ -23,10 +30,13 @@ __all__ = [
     "ask",
     "beam_search",
     "best_of_n",
+    "depth_first_thoughts",
     "extract_answer",
+    "monte_carlo_tree_search",
     "replay",
     "same_answer",
     "self_consistency",
+    "step_beam_search",
     "tree_of_thoughts",
 ]
 
@@ -87,6 +97,9 @@ _PROGRAMS: dict[str, Program] = {
     "self_consistency": self_consistency,
     "beam_search": beam_search,
     "tot": tree_of_thoughts,
+    "tot_dfs": depth_first_thoughts,
+    "mcts": monte_carlo_tree_search,
+    "step_beam": step_beam_search,
     "replay": replay,
 }
 STRATEGIES = {name: Strategy(name, program) for name, program in _PROGRAMS.items()}

@@ -1,0 +1,184 @@
+"""Monte Carlo tree search over thoughts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, log, sqrt
+
+from treewise.branch import Branch
+from treewise.config import MAX_SEQUENCES, check_integer, check_number
+from treewise.search.evaluators import JUDGE
+from treewise.search.samples import Reward
+from treewise.search.thinking import Thinker, ended, retain
+
+
+@dataclass
+class Statistics:
+    """What a search knows about a branch; its `note`.
+
+    Attributes
+    ----------
+    visits : int
+        How often a value was backed up through it: its own, and those of all branches below it.
+    total : float
+        The sum of these values.
+    """
+
+    visits: int = 0
+    total: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean of the values; 0 before there is any."""
+        return self.total / max(self.visits, 1)
+
+
+async def monte_carlo_tree_search(
+    root: Branch,
+    iterations: int = 16,
+    parallel: int = 4,
+    depth: int = 3,
+    width: int = 3,
+    c: float = 1.4,
+    evaluate: str | Reward = "judge",
+    judge: str = JUDGE,
+    conclude: str = "\nSo the answer is",
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    thought_tokens: int = 48,
+    answer_tokens: int = 64,
+    stop: str | Sequence[str] = "\n",
+) -> Branch:
+    """Think in steps where thoughts have proved good or were seldom tried, and answer from the most visited chain.
+
+    Kocsis and Szepesvári, "Bandit based Monte-Carlo Planning", 2006 (UCT), with the values of thoughts in the place of
+    playouts. An iteration goes down from the root to a leaf, always to the child with the highest upper bound; draws
+    `width` next thoughts there; rates them; and backs each value up to the root. A leaf that has come to its end, or
+    has `depth` thoughts, is not extended: its value is backed up once more.
+
+    Leaves that are chosen in one round decode as one batch. A leaf is chosen once a round, and each choice counts until
+    the round's end as a visit with the lowest value that the search has seen (virtual loss: Chaslot et al., "Parallel
+    Monte-Carlo Tree Search", 2008), so that the next choice of the round tends elsewhere.
+
+    Parameters
+    ----------
+    root : Branch
+    iterations : int
+        Leaves chosen in all.
+    parallel : int
+        The most leaves chosen a round; 1 is plain UCT.
+    depth : int
+        The most thoughts of a chain.
+    width : int
+        Thoughts drawn from each chosen leaf.
+    c : float
+        Weight of what was seldom tried, in the units of `evaluate`; about 1.4 where values lie in [0, 1].
+    evaluate : str or callable
+        As in `tree_of_thoughts`, but not ``"vote"``, whose values hold within one ballot only.
+    judge, conclude, temperature, top_p, thought_tokens, answer_tokens, stop
+        As in `tree_of_thoughts`.
+
+    Returns
+    -------
+    Branch
+        The answer from the most visited chain, its score the answer's own value. The other branches are pruned; their
+        scores are their mean values, and their notes, like the root's, are `Statistics`.
+
+    Raises
+    ------
+    ValueError
+        If a parameter is out of range.
+    """
+    for name, value in (("parallel", parallel), ("depth", depth), ("width", width)):
+        check_integer(name, value, 1, MAX_SEQUENCES)
+    check_integer("iterations", iterations, 1)
+    check_number("c", c, 0, 1e9)
+    if evaluate == "vote":
+        raise ValueError("evaluate: 'vote' compares thoughts of one ballot only; ask for judge, logprob or a function")
+    thinker = Thinker(root, evaluate, judge, conclude, temperature, top_p, thought_tokens, answer_tokens, stop)
+
+    tree = ConfidenceTree(root, c)
+    while iterations > 0:
+        leaves = tree.choose(min(parallel, iterations))
+        iterations -= len(leaves)
+        over = [leaf for leaf in leaves if ended(leaf) or len(leaf.path) == len(root.path) + depth]
+        for leaf in over:
+            tree.back_up(leaf, leaf.note.mean)
+        growing = [leaf for leaf in leaves if leaf not in over]
+        if growing:
+            thoughts = await thinker.extend(growing, [width] * len(growing))
+            tree.add(thoughts, await thinker.rate(thoughts))
+    best = tree.most_visited()
+    retain(tree.leaves(), [best])
+    return await thinker.conclude([best])
+
+
+class ConfidenceTree:
+    """The branches that a search knows, and which of them it tries next.
+
+    Parameters
+    ----------
+    root : Branch
+    c : float
+        Weight of what was seldom tried.
+    """
+
+    def __init__(self, root: Branch, c: float) -> None:
+        root.note = Statistics()
+        self.root = root
+        self.c = c
+        self.lowest = inf  # of all values
+        self.below: dict[Branch, list[Branch]] = {}
+
+    def choose(self, count: int) -> list[Branch]:
+        """Choose up to `count` different leaves by upper bounds, each under the virtual losses of those before it."""
+        chosen: list[Branch] = []
+        losses: Counter[Branch] = Counter()
+        taken: set[Branch] = set()  # branches below which every leaf is chosen
+        while len(chosen) < count and self.root not in taken:
+            line = [self.root]
+            while line[-1] in self.below:
+                parent = line[-1]
+                free = [child for child in self.below[parent] if child not in taken]
+                line.append(max(free, key=lambda child: self.upper_bound(parent, child, losses)))
+            losses.update(line)
+            for branch in reversed(line):
+                if taken.issuperset(self.below.get(branch, [])):
+                    taken.add(branch)
+            chosen.append(line[-1])
+        return chosen
+
+    def upper_bound(self, parent: Branch, child: Branch, losses: Mapping[Branch, int]) -> float:
+        """Return UCB1 of a child, with ``losses[branch]`` more visits of the lowest value at each branch."""
+        visits = child.note.visits + losses[child]
+        mean = (child.note.total + losses[child] * self.lowest) / visits
+        return float(mean + self.c * sqrt(log(parent.note.visits + losses[parent]) / visits))
+
+    def add(self, thoughts: Sequence[Branch], values: Sequence[float]) -> None:
+        """Take in new branches below known ones, and back up their values."""
+        for thought, value in zip(thoughts, values, strict=True):
+            assert thought.parent is not None, "a thought was forked off"
+            self.below.setdefault(thought.parent, []).append(thought)
+            thought.note = Statistics()
+            self.back_up(thought, value)
+
+    def back_up(self, branch: Branch, value: float) -> None:
+        """Count a value at a branch and all above it up to the root."""
+        self.lowest = min(self.lowest, value)
+        for ancestor in branch.lineage()[len(self.root.path) :]:
+            ancestor.note.visits += 1
+            ancestor.note.total += value
+            ancestor.score = ancestor.note.mean
+
+    def most_visited(self) -> Branch:
+        """Return the leaf that is reached by the most visited child each time, of equals the one of the higher mean."""
+        branch = self.root
+        while branch in self.below:
+            branch = max(self.below[branch], key=lambda child: (child.note.visits, child.note.mean))
+        return branch
+
+    def leaves(self) -> list[Branch]:
+        """Return the branches that nothing goes on from."""
+        return [child for children in self.below.values() for child in children if child not in self.below]
