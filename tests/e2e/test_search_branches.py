@@ -10,10 +10,14 @@ from treewise.search import STRATEGIES
 pytestmark = pytest.mark.slow
 
 QUESTION = "What is 15 + 27?"
+THOUGHTS = {"depth": 2, "thought_tokens": 6, "answer_tokens": 4, "stop": (), "temperature": 1.0}
 SETTINGS = {
     "best_of_n": {"n": 4, "max_tokens": 8, "temperature": 1.0, "top_p": 0.95},
     "beam_search": {"beam_width": 3, "max_tokens": 6},
-    "tot": {"depth": 2, "width": 3, "beam": 2, "thought_tokens": 6, "answer_tokens": 4, "stop": (), "temperature": 1.0},
+    "tot": {"width": 3, "beam": 2, **THOUGHTS},
+    "tot_dfs": {"width": 2, "threshold": -9.0, "solutions": 3, "evaluate": "logprob", **THOUGHTS},
+    "mcts": {"width": 2, "iterations": 4, "parallel": 2, **THOUGHTS},
+    "step_beam": {"width": 4, "beam": 2, "allot": "dvts", **THOUGHTS},
     "replay": {"recording": [[0, 0, [1, 2, 3]], [1, 2, []], [1, 3, [4, 5]], [1, 6, []], [4, 6, []], [4, 6, []]]},
 }
 
