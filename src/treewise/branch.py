@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from treewise.config import SamplingParams
@@ -185,10 +186,11 @@ class Branch:
         """
         self._require_alive()
         codec = self.tree.codec
-        tokens = codec.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
-        for token in tokens:
-            if not 0 <= token < codec.vocab_size:
-                raise ValueError(f"text: {token} is not a token id of this model (0 to {codec.vocab_size - 1})")
+        tokens = (
+            codec.encode(text, add_special_tokens=False)
+            if isinstance(text, str)
+            else checked_tokens("text", text, codec.vocab_size)
+        )
         if tokens:
             self.finish_reason = self.stop_reason = None
             self.hidden_tail = 0
@@ -245,18 +247,17 @@ class Branch:
     @property
     def path_tokens(self) -> list[int]:
         """All tokens of the path, prompt included."""
-        prompt = self.tree.prompt_tokens
-        shared = min([len(prompt), *(branch.start for branch in self.lineage()[1:])])  # a fork may cut the prompt
-        return prompt[:shared] + self.token_ids
+        return self.tree.prompt_tokens[: self._num_given(self.lineage())] + self.token_ids
 
     @property
     def token_ids(self) -> list[int]:
         """Tokens of the path below the prompt."""
-        given = len(self.tree.prompt_tokens)
-        tokens: list[int] = []
-        for branch in self.lineage():
-            del tokens[max(branch.start - given, 0) :]
-            tokens += branch.tokens[given:] if branch.parent is None else branch.tokens
+        root, *forks = line = self.lineage()
+        given = self._num_given(line)
+        tokens = root.tokens[len(self.tree.prompt_tokens) :]
+        for branch in forks:
+            del tokens[branch.start - given :]
+            tokens += branch.tokens
         return tokens
 
     @property
@@ -329,11 +330,13 @@ class Branch:
         kv = self.tree.kv
         node = next(node for node in kv.forest.path(self.tip) if at <= node.end)
         child.tip = kv.hold(kv.cut(node, at - node.start))
-        own = owner.logprobs[: at - owner.start]
         lost = owner.logprobs[at - owner.start :]
-        assert len(own) + len(lost) == len(owner.tokens)
         child.logprob = owner.logprob - sum(logprob for logprob in lost if logprob is not None)
         return child
+
+    def _num_given(self, line: Sequence[Branch]) -> int:
+        """Return how much of the prompt is on the path: its first fork may cut it."""
+        return min([len(self.tree.prompt_tokens), *(branch.start for branch in line[1:2])])
 
     def _descendants(self) -> list[Branch]:
         """Return the branches below, children before parents."""
@@ -400,6 +403,10 @@ class Observe(Operation[list[list[Candidates]]]):
     def __init__(self, branches: Iterable[Branch], starts: Sequence[int], top: int = 0) -> None:
         self.branches = _living(branches)
         self.starts = list(starts)
+        if len(self.starts) != len(self.branches):
+            raise ValueError(f"starts: {len(self.starts)} starts for {len(self.branches)} branches")
+        if any(start < 1 for start in self.starts):
+            raise ValueError("starts: the first token of a path has no log-probability; at least 1")
         self.top = top
 
 
@@ -414,8 +421,13 @@ class Call(Operation[Any]):
 class Gather(Operation[list[Any]]):
     """Run coroutines side by side."""
 
-    def __init__(self, coroutines: tuple[Coroutine[Any, Any, Any], ...]) -> None:
-        self.coroutines = coroutines
+    def __init__(self, coroutines: Sequence[Coroutine[Any, Any, Any] | Operation[Any]]) -> None:
+        if len({id(coroutine) for coroutine in coroutines}) != len(coroutines):
+            raise ValueError("coroutines: the same one is named twice")
+        for coroutine in coroutines:
+            if not isinstance(coroutine, Coroutine | Operation):
+                raise ValueError(f"coroutines: {coroutine!r} is neither a coroutine nor an operation")
+        self.coroutines = [_awaiting(each) if isinstance(each, Operation) else each for each in coroutines]
 
 
 def decode(branches: Iterable[Branch], controller: Controller) -> Decode:
@@ -489,9 +501,42 @@ def call(function: Callable[..., Result], *arguments: Any) -> Operation[Result]:
     return Call(function, arguments)
 
 
-def gather(*coroutines: Coroutine[Any, Any, Any]) -> Operation[list[Any]]:
-    """Run coroutines of this program side by side; their results in order."""
+def gather(*coroutines: Coroutine[Any, Any, Any] | Operation[Any]) -> Operation[list[Any]]:
+    """Run coroutines or operations of this program side by side; their results in order.
+
+    The first error ends the others and is raised here.
+
+    Raises
+    ------
+    ValueError
+        If one is named twice, or is nothing that a program can await.
+    """
     return Gather(coroutines)
+
+
+def checked_tokens(name: str, tokens: Iterable[Any], vocab_size: int) -> list[int]:
+    """Return `tokens`, which may be a tensor or an array, as a list of int.
+
+    Raises
+    ------
+    ValueError
+        If one of them is no token id below `vocab_size`; `name` says where it came from.
+    """
+    if hasattr(tokens, "tolist"):
+        tokens = tokens.tolist()
+    if isinstance(tokens, bytes | Mapping) or not isinstance(tokens, Iterable):
+        raise ValueError(f"{name}: {tokens!r} is neither text nor a list of token ids")
+    checked = []
+    for token in tokens:
+        number = int(token) if isinstance(token, Integral) else -1
+        if not 0 <= number < vocab_size:
+            raise ValueError(f"{name}: {token!r} is not a token id of this model (0 to {vocab_size - 1})")
+        checked.append(number)
+    return checked
+
+
+async def _awaiting(operation: Operation[Result]) -> Result:
+    return await operation
 
 
 def _living(branches: Iterable[Branch]) -> list[Branch]:

@@ -10,9 +10,11 @@ from treewise.results import CompletionOutput, Logprob, NodeState, TreeNode
 
 def completion(index: int, branch: Branch) -> CompletionOutput:
     """Return the path of `branch` below the prompt as one answer."""
-    given = len(branch.tree.prompt_tokens)
-    candidates = [entry for own in branch.lineage() for entry in own.candidates]
-    asked = [entry for entry in candidates[given:] if entry is not None]
+    candidates: list[Candidates | None] = []
+    for own in branch.lineage():
+        del candidates[own.start :]
+        candidates += own.candidates
+    asked = [entry for entry in candidates if entry is not None]
     return CompletionOutput(
         index=index,
         text=branch.text,
@@ -63,7 +65,7 @@ def draw(tree: BranchTree) -> tuple[list[TreeNode], dict[Branch, int]]:
                     token_ids=tokens,
                     logprobs=branch.logprobs[own],
                     logprob=sum(known) + (0.0 if parent is None else nodes[parent].logprob),
-                    state="prompt" if end <= given else _state(branch),
+                    state="prompt" if branch.parent is None and end <= given else _state(branch),
                     finish_reason=branch.finish_reason if last else None,
                     score=branch.score if last else None,
                     token_texts=[plain([token], tree.codec) for token in tokens],

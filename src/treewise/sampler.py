@@ -73,7 +73,7 @@ def row_key(seed: int, path: Iterable[int]) -> int:
     >>> len({row_key(seed, path) for seed in (0, 1) for path in [(), (0,), (1,), (0, 0), (0, 1)]})
     10
     """
-    key = _mix64(seed + _GOLDEN64)
+    key = _mix64(int(seed) + _GOLDEN64)
     for ordinal in path:
         key = _mix64(key * 3 + _mix64(ordinal + _GOLDEN64))
     return key
