@@ -16,7 +16,7 @@ from torch import Tensor
 from treewise.batch import Batch
 from treewise.branch import Branch, BranchTree, Call, Codec, Decode, Gather, Observe, Operation
 from treewise.kv import KVManager
-from treewise.operations import DecodeRun, Event, InvalidLogits, Limits, ObserveRun, Run, Task
+from treewise.operations import DecodeRun, Event, Limits, ObserveRun, Run, Task
 from treewise.results import Usage
 from treewise.runner import Plans, Runner
 from treewise.sampler import row_key
@@ -96,6 +96,8 @@ class Engine:
         self._ids = count()
         self._ready: deque[tuple[Task, Any, BaseException | None]] = deque()
         self._calls: dict[Future[Any], Task] = {}
+        self._stepping = False
+        self._aborted: list[Request] = []  # during the step under way
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="treewise-call")
 
     def add(self, program: Program, prompt_tokens: Sequence[int], seed: int | None = None) -> Request:
@@ -104,7 +106,10 @@ class Engine:
         Raises
         ------
         ValueError
-            If the prompt is empty, longer than the context or too large for the KV pool; nothing was started then.
+            If the prompt is empty, longer than the context or too large for the KV pool, or the program is no async
+            function; nothing was started then.
+        RuntimeError
+            If a step is under way, see `step`.
         """
         if not prompt_tokens:
             raise ValueError("prompt: it has no tokens, and this model puts none in front by itself")
@@ -112,19 +117,31 @@ class Engine:
             raise ValueError(f"prompt: {len(prompt_tokens)} tokens exceed max_model_len={self.limits.max_model_len}")
         if len(prompt_tokens) >= self.kv.num_slots:
             raise ValueError(f"prompt: {len(prompt_tokens)} tokens do not fit the KV pool of {self.kv.num_slots} slots")
+        self._refuse_inside_a_step()
         request_id = next(self._ids)
         seed = row_key(self.seed, (request_id,)) if seed is None else seed
         tree = BranchTree(self.kv, self.codec, prompt_tokens, seed, request_id)
+        try:
+            coroutine = program(tree.root)
+            if not isinstance(coroutine, Coroutine):
+                raise ValueError(f"program: an async function is wanted, not one that returns {coroutine!r}")
+        except BaseException:
+            tree.close()
+            raise
         request = self.requests[tree] = Request(request_id, tree, perf_counter())
-        task = Task(tree, program(tree.root), lambda result, error: self._finish(request, result, error))
+        task = Task(tree, coroutine, lambda result, error: self._finish(request, result, error))
         self._ready.append((task, None, None))
         return request
 
     def abort(self, request: Request) -> None:
-        """End `request` now; its keys stay behind as cached prefixes. Nothing happens when it has ended already."""
-        if not request.done:
-            for task in self._tasks(request.tree):
-                self._forget(task)
+        """End `request` now, or after the step under way; its keys stay behind as cached prefixes.
+
+        Nothing happens when it has ended already.
+        """
+        if self._stepping:
+            self._aborted.append(request)
+        elif not request.done:
+            self._forget([task.lineage() for task in self._waiting() if task.tree is request.tree])
             self._finish(request, None, RuntimeError("the request was aborted"))
 
     def step(self) -> list[Event]:
@@ -134,7 +151,22 @@ class Engine:
         -------
         list of Event
             The text that branches gained.
+
+        Raises
+        ------
+        RuntimeError
+            If a step is under way: a program wants to step the engine that runs it, or another thread does.
         """
+        self._refuse_inside_a_step()
+        self._stepping = True
+        try:
+            return self._step()
+        finally:
+            self._stepping = False
+            while self._aborted:
+                self.abort(self._aborted.pop())
+
+    def _step(self) -> list[Event]:
         self._run_programs()
         waiting = {lane: run for run in self.runs for lane in run.lanes()}
         try:
@@ -143,20 +175,21 @@ class Engine:
             self._fail(cast(BranchTree, error.tenant), error)
             return []
         if batch.num_rows:
-            plans = self.runner.plan(batch, self.kv)
-            logits = self.runner.forward(batch, plans, self.kv)
-            self.scheduler.commit(batch)
+            try:
+                plans = self.runner.plan(batch, self.kv)
+                logits = self.runner.forward(batch, plans, self.kv)
+            except BaseException:
+                # Nobody knows which keys were written or moved: all are computed again, should anybody step on.
+                self.kv.clear_cache()
+                self.kv.preempt([tip for tree in self.requests for tip in tree.tips()])
+                raise
+            self.scheduler.commit(batch, deliveries)
             self._count(batch, plans, deliveries)
             for delivery in deliveries:
                 self._deliver(waiting[delivery.lane], delivery, logits)
         elif self._calls and not self._ready:
             wait(self._calls, return_when=FIRST_COMPLETED)
         return self._advance()
-
-    def run(self) -> None:
-        """Step until every request has ended."""
-        while self.requests:
-            self.step()
 
     def check_integrity(self) -> None:
         """Verify the forest and the pool; when nothing runs, that nobody holds anything either.
@@ -184,7 +217,7 @@ class Engine:
             if operation is not None:
                 try:
                     self._start(task, operation)
-                except ValueError as mistake:
+                except Exception as mistake:
                     self._ready.append((task, None, mistake))
 
     def _start(self, task: Task, operation: Operation[Any]) -> None:
@@ -192,11 +225,13 @@ class Engine:
             case Decode() | Observe():
                 if any(branch.tree is not task.tree for branch in operation.branches):
                     raise ValueError("branches: a program can decode the branches of its own tree only")
+                run: Run
                 if isinstance(operation, Decode):
-                    self.runs.append(DecodeRun(task, operation, self.limits))
+                    run = DecodeRun(task, operation, self.limits)
                 else:
-                    self.runs.append(ObserveRun(task, operation))
-                self._settle()
+                    run = ObserveRun(task, operation, self.limits)
+                if not self._settle(run):
+                    self.runs.append(run)
             case Call():
                 self._calls[self._workers.submit(operation.function, *operation.arguments)] = task
             case Gather():
@@ -206,7 +241,6 @@ class Engine:
         """Start the coroutines; the first error ends the others and is the gathering program's."""
         waiting = len(operation.coroutines)
         results: list[Any] = [None] * waiting
-        children: list[Task] = []
 
         def finish(i: int, result: Any, error: BaseException | None) -> None:
             nonlocal waiting
@@ -214,31 +248,31 @@ class Engine:
             results[i] = result
             if error is not None and waiting >= 0:
                 waiting = -1  # nobody else may answer
-                for child in children:
-                    self._forget(child)
+                lines = [other.lineage() for other in self._waiting()]
+                self._forget([line[: line.index(task)] for line in lines if task in line])
                 self._ready.append((task, None, error))
             elif waiting == 0:
                 self._ready.append((task, results, None))
 
         for i, coroutine in enumerate(operation.coroutines):
-            children.append(Task(task.tree, coroutine, partial(finish, i), task))
-            self._ready.append((children[-1], None, None))
-        if not children:
+            self._ready.append((Task(task.tree, coroutine, partial(finish, i), task), None, None))
+        if not operation.coroutines:
             self._ready.append((task, [], None))
 
-    def _tasks(self, tree: BranchTree) -> list[Task]:
-        """Return the tasks of a tree that wait for something."""
-        waiting = [run.task for run in self.runs] + list(self._calls.values()) + [ready[0] for ready in self._ready]
-        return [task for task in waiting if task.tree is tree]
+    def _waiting(self) -> list[Task]:
+        """Return the tasks that wait for something, but for those that gather others."""
+        return [run.task for run in self.runs] + list(self._calls.values()) + [ready[0] for ready in self._ready]
 
-    def _forget(self, task: Task) -> None:
-        """Stop waiting for anything on behalf of `task` and what it gathers."""
-        for other in self._tasks(task.tree):
-            if other.belongs_to(task):
-                other.coroutine.close()
-        self.runs = [run for run in self.runs if not run.task.belongs_to(task)]
-        self._calls = {future: other for future, other in self._calls.items() if not other.belongs_to(task)}
-        self._ready = deque(ready for ready in self._ready if not ready[0].belongs_to(task))
+    def _forget(self, lines: Sequence[Sequence[Task]]) -> None:
+        """End the tasks of `lines`, each of which gathers the one before it, and stop waiting on their behalf."""
+        depth = {task: len(line) - i for line in lines for i, task in enumerate(line)}
+        for task in sorted(depth, key=depth.__getitem__, reverse=True):
+            task.close()
+        for future in [future for future, task in self._calls.items() if task in depth]:
+            future.cancel()
+            del self._calls[future]
+        self.runs = [run for run in self.runs if run.task not in depth]
+        self._ready = deque(ready for ready in self._ready if ready[0] not in depth)
 
     def _fail(self, tree: BranchTree, error: BaseException) -> None:
         """Raise `error` in everything that waits for logits of `tree`."""
@@ -256,8 +290,11 @@ class Engine:
 
     def _deliver(self, run: Run, delivery: Delivery, logits: Tensor) -> None:
         try:
-            run.deliver(delivery.lane, delivery.start, logits[delivery.places])
-        except InvalidLogits as error:
+            # One row is a view; a list of rows costs an upload and a copy.
+            first, *others = delivery.places
+            rows = logits[delivery.places] if others else logits[first : first + 1]
+            run.deliver(delivery.lane, delivery.start, rows)
+        except Exception as error:
             self._fail(run.task.tree, error)
 
     def _advance(self) -> list[Event]:
@@ -269,15 +306,22 @@ class Engine:
             except Exception as error:  # a controller is the user's code: its program hears of it, nobody else does
                 self.runs.remove(run)
                 self._ready.append((run.task, None, error))
-        self._settle()
+        self.runs = [run for run in self.runs if not self._settle(run)]
         return events
 
-    def _settle(self) -> None:
-        """Give their results to the programs whose runs are over."""
-        for run in list(self.runs):
-            if (result := run.result()) is not None:
-                self.runs.remove(run)
-                self._ready.append((run.task, result, None))
+    def _settle(self, run: Run) -> bool:
+        """Give its result to the program if `run` is over; whether it is."""
+        if (result := run.result()) is None:
+            return False
+        self._ready.append((run.task, result, None))
+        return True
+
+    def _refuse_inside_a_step(self) -> None:
+        if self._stepping:
+            raise RuntimeError(
+                "the engine is in the middle of a step: a program awaits operations, "
+                "such as `await generate(...)`, and one thread at a time uses an LLM"
+            )
 
     def _count(self, batch: Batch, plans: Plans, deliveries: list[Delivery]) -> None:
         """Charge the step to the trees that had rows in it, each in proportion."""

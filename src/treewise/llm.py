@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, cast
 
 import torch
 
-from treewise.branch import Branch, Candidates, Observe, generate
+from treewise.branch import Branch, BranchTree, Candidates, Observe, checked_tokens, generate
 from treewise.config import BeamSearchParams, SamplingParams
 from treewise.engine import Engine, Request
 from treewise.kv import KVManager, make_pool
@@ -49,6 +51,8 @@ class RequestsFailed(ValueError):
 
 class LLM:
     """A language model that decodes trees.
+
+    One thread at a time may use it; several of them may live in one process.
 
     Parameters
     ----------
@@ -126,6 +130,7 @@ class LLM:
             max_num_rows,
             seed,
         )
+        self._streams: dict[BranchTree, deque[str]] = {}
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -151,8 +156,7 @@ class LLM:
         prompts = _listed(prompts)
         each = _one_each(SamplingParams() if params is None else params, len(prompts))
         programs = [lambda root, own=own: _sample(root, own) for own in each]
-        requests = self._submit(prompts, programs, [own.seed for own in each])
-        self.engine.run()
+        requests = self._complete(prompts, programs, [own.seed for own in each])
         return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
 
     def chat(
@@ -183,17 +187,20 @@ class LLM:
         if params.n != 1:
             raise ValueError(f"n: a stream is one completion, not {params.n}")
         [request] = self._submit([prompt], [lambda root: _sample(root, params)], [params.seed])
+        if isinstance(request, BaseException):
+            raise request
+        pieces = self._streams[request.tree] = deque()
         try:
-            while not (isinstance(request, BaseException) or request.done):
-                for event in self.engine.step():
-                    if event.branch.tree is request.tree and event.text:
-                        yield event.text
+            while pieces or not request.done:
+                if not pieces:
+                    self._step()
+                while pieces:
+                    yield pieces.popleft()
         finally:
-            if isinstance(request, Request):
-                self.engine.abort(request)
-        error = request if isinstance(request, BaseException) else request.error
-        if error is not None:
-            raise error
+            del self._streams[request.tree]
+            self.engine.abort(request)
+        if request.error is not None:
+            raise request.error
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """Search the likeliest completions with ``params.beam_width`` beams, as Transformers does.
@@ -201,8 +208,7 @@ class LLM:
         The outputs are the best hypotheses, best first; their branches' scores are length-penalised.
         """
         prompts = _listed(prompts)
-        requests = self._submit(prompts, [lambda root: _beams(root, params)] * len(prompts), [None] * len(prompts))
-        self.engine.run()
+        requests = self._complete(prompts, [lambda root: _beams(root, params)] * len(prompts), [None] * len(prompts))
         return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
 
     def run(
@@ -225,8 +231,7 @@ class LLM:
         """
         prompts = _listed(prompts)
         seeds = [None if seed is None else row_key(seed, (i,)) for i in range(len(prompts))]
-        requests = self._submit(prompts, [lambda root: program(root, **kwargs)] * len(prompts), seeds)
-        self.engine.run()
+        requests = self._complete(prompts, [lambda root: program(root, **kwargs)] * len(prompts), seeds)
         return self._collect(requests, lambda i, request: self._program_output(request, program.__name__))
 
     # ------------------------------------------------------------------ requests
@@ -236,13 +241,40 @@ class LLM:
     ) -> list[Request | BaseException]:
         """Start what can be started; the error of each prompt that cannot."""
         started: list[Request | BaseException] = []
-        for prompt, program, seed in zip(prompts, programs, seeds, strict=True):
-            try:
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
-                started.append(self.engine.add(program, tokens, seed))
-            except ValueError as error:
-                started.append(error)
+        try:
+            for prompt, program, seed in zip(prompts, programs, seeds, strict=True):
+                try:
+                    started.append(self.engine.add(program, self._encoded(prompt), seed))
+                except ValueError as error:
+                    started.append(error)
+        except BaseException:
+            self._abort(started)
+            raise
         return started
+
+    def _complete(
+        self, prompts: Sequence[Prompt], programs: Sequence[Any], seeds: Sequence[int | None]
+    ) -> list[Request | BaseException]:
+        """Start what can be started and step until all of it has ended; on an interrupt, end it."""
+        requests = self._submit(prompts, programs, seeds)
+        try:
+            while any(isinstance(request, Request) and not request.done for request in requests):
+                self._step()
+        except BaseException:
+            self._abort(requests)
+            raise
+        return requests
+
+    def _abort(self, requests: Sequence[Request | BaseException]) -> None:
+        for request in requests:
+            if isinstance(request, Request):
+                self.engine.abort(request)
+
+    def _step(self) -> None:
+        """Step for whoever asks; what streams gain by it is kept for them."""
+        for event in self.engine.step():
+            if event.text and event.branch.tree in self._streams:
+                self._streams[event.branch.tree].append(event.text)
 
     def _collect(self, requests: Sequence[Request | BaseException], output: Callable[[int, Request], Any]) -> list[Any]:
         errors: dict[int, BaseException] = {}
@@ -258,12 +290,10 @@ class LLM:
             raise RequestsFailed(errors, outputs)
         return outputs
 
-    def _checked(self, tokens: Sequence[int]) -> list[int]:
-        size = self.tokenizer.vocab_size
-        for token in tokens:
-            if not isinstance(token, int) or not 0 <= token < size:
-                raise ValueError(f"prompt: {token!r} is not a token id of this model (0 to {size - 1})")
-        return list(tokens)
+    def _encoded(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return checked_tokens("prompt", prompt, self.tokenizer.vocab_size)
 
     def _default_slots(self, model: CausalLM, page_size: int) -> int:
         config = model.config
@@ -324,18 +354,23 @@ async def _sample(root: Branch, params: SamplingParams) -> tuple[list[Candidates
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    """Return one prompt or several, from a list, an array or whatever can be iterated over, as a list."""
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts: {prompts!r} is neither text, nor token ids, nor a list of these")
+    several: list[Any] = [prompts] if isinstance(prompts, str) else list(getattr(prompts, "tolist", prompts.__iter__)())
+    return [several] if several and isinstance(several[0], Integral) else several
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    params = list(params)
+    for own in params:
+        if not isinstance(own, SamplingParams):
+            raise ValueError(f"params: {own!r} is not a SamplingParams")
     if len(params) != count:
         raise ValueError(f"params: {len(params)} for {count} prompts; give one, or one each")
-    return list(params)
+    return params
 
 
 def _resolve_device(name: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,12 +73,18 @@ class Task:
         self.done = done
         self.parent = parent
 
-    def belongs_to(self, task: Task) -> bool:
-        """Whether this is `task` or was started by it."""
-        current: Task | None = self
-        while current is not None and current is not task:
-            current = current.parent
-        return current is task
+    def lineage(self) -> list[Task]:
+        """Return this task, the one that gathers it, and so on to the program itself."""
+        task, line = self, [self]
+        while task.parent is not None:
+            task = task.parent
+            line.append(task)
+        return line
+
+    def close(self) -> None:
+        """End the coroutine where it stands; what it says on the way out, nobody waits to hear."""
+        with suppress(Exception):
+            self.coroutine.close()
 
     def resume(self, value: Any, error: BaseException | None) -> Operation[Any] | None:
         """Run the coroutine up to its next operation; None when it has ended."""
@@ -86,8 +94,10 @@ class Task:
             except StopIteration as stop:
                 self.done(stop.value, None)
                 return None
-            except Exception as failure:
+            except BaseException as failure:
                 self.done(None, failure)
+                if isinstance(failure, KeyboardInterrupt):
+                    raise
                 return None
             if isinstance(yielded, Operation):
                 return yielded
@@ -137,6 +147,7 @@ class DecodeRun:
         self.place: dict[Branch, int] = {}  # which of the operation's branches a leaf descends from
         self.logprob: dict[Branch, float] = {}  # of a leaf's path where this operation began
         self.texts: dict[Branch, Detokenizer] = {}
+        self.given = set(operation.branches)
         self.finished: list[Branch] = []
         self.leaves: list[Branch] = []
         self.depth = 0
@@ -166,6 +177,11 @@ class DecodeRun:
 
     def advance(self) -> list[Event]:
         """See `Run.advance`."""
+        for lane, leaf in self._lanes.items():
+            if leaf.alive and leaf.num_tokens != lane.end:
+                raise ValueError(
+                    f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
+                )
         self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
         if not self.leaves:
             return []
@@ -201,16 +217,17 @@ class DecodeRun:
         """Extend, branch and prune the leaves as the controller's rows say."""
         self.depth += 1
         old, self.leaves = self.leaves, []
-        uses = [parents.count(i) for i in range(len(old))]
+        uses = Counter(parents)
         chosen = logprobs[parents, tokens].tolist()
         candidates = self._candidates(logprobs, parents, tokens)
         # All forks come before any leaf grows: a fork must end where its parent ended.
         grown = [old[i] if uses[i] == 1 else self._fork(old[i]) for i in parents]
         for i, leaf in enumerate(old):
-            if uses[i] == 0:
-                leaf.prune(f"{type(self.controller).__name__} step {self.depth}")
             if uses[i] != 1:
                 self._forget(leaf)
+        dropped = [leaf for i, leaf in enumerate(old) if uses[i] == 0]
+        for leaf in sorted(dropped, key=lambda leaf: len(leaf.lineage()), reverse=True):  # one may be another's parent
+            self._prune(leaf)
         events = []
         for leaf, token, logprob, best in zip(grown, tokens, chosen, candidates, strict=True):
             leaf.grow([token], [logprob], [best])
@@ -235,6 +252,13 @@ class DecodeRun:
         self.logprob[child] = self.logprob[leaf]
         self.texts[child] = self.texts[leaf].fork()
         return child
+
+    def _prune(self, leaf: Branch) -> None:
+        """Give up a leaf, and what this operation forked and leads nowhere any more; never what others go on from."""
+        branch: Branch | None = leaf
+        while branch is not None and not branch.children:
+            branch.prune(f"{type(self.controller).__name__} step {self.depth}")
+            branch = None if branch in self.given or branch.parent in self.given else branch.parent
 
     def _forget(self, leaf: Branch) -> None:
         for record in (self.num_decoded, self.place, self.logprob, self.texts):
@@ -297,9 +321,19 @@ class ObserveRun:
     ----------
     task : Task
     operation : Observe
+    limits : Limits
+
+    Raises
+    ------
+    ValueError
+        If a path is longer than the context.
     """
 
-    def __init__(self, task: Task, operation: Observe) -> None:
+    def __init__(self, task: Task, operation: Observe, limits: Limits) -> None:
+        for branch in operation.branches:
+            if branch.num_tokens > limits.max_model_len:
+                given, limit = branch.num_tokens, limits.max_model_len
+                raise ValueError(f"branches: {branch.path} has {given} tokens, more than max_model_len={limit}")
         self.task = task
         self.top = operation.top
         self.branches = operation.branches
@@ -312,7 +346,7 @@ class ObserveRun:
 
     def lanes(self) -> list[Lane]:
         """See `Run.lanes`."""
-        return [lane for lane in self._lanes if not lane.done]
+        return [lane for lane, i in self._lanes.items() if self.branches[i].alive and not lane.done]
 
     def deliver(self, lane: Lane, start: int, logits: Tensor) -> None:
         """See `Run.deliver`."""
@@ -324,11 +358,14 @@ class ObserveRun:
 
     def advance(self) -> list[Event]:
         """See `Run.advance`."""
+        for lane, i in self._lanes.items():
+            if not lane.done:
+                self.branches[i].end()  # another coroutine has pruned it, as this will say
         return []
 
     def result(self) -> list[list[Candidates]] | None:
         """See `Run.result`."""
-        return None if self.lanes() else self.observed
+        return self.observed if all(lane.done for lane in self._lanes) else None
 
 
 def ranked(logprobs: Tensor, token: int, count: int) -> Candidates:

@@ -39,6 +39,8 @@ class Runner:
     ----------
     k, v : Tensor
         [layers, slots, kv_heads, head_dim]
+    kv_bytes_per_token : int
+        Of keys and values, over all layers.
     """
 
     def __init__(self, model: CausalLM, attention: str, num_slots: int, page_size: int) -> None:
@@ -50,12 +52,8 @@ class Runner:
         shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
         self.k = _zeros(shape, self.dtype, self.device)
         self.v = _zeros(shape, self.dtype, self.device)
+        self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
         self._refuse_unsupported()
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token takes over all layers."""
-        return 2 * self.k[:, 0].numel() * self.k.element_size()
 
     def kv_bytes(self, plans: Plans) -> int:
         """Return the bytes of keys and values that a forward under `plans` reads."""

@@ -94,33 +94,41 @@ class Scheduler:
         lanes : sequence of Lane
             Paths that wait for logits.
         tenants : sequence of Tenant
-            All running trees, waiting or not.
+            All running trees, waiting or not, in order of arrival.
 
         Raises
         ------
         PoolTooSmall
-            If not one row fits although every other tree gave way.
+            If not one row fits although every other tree gave way: first those that came later, at last also those
+            that wait for a function rather than for logits.
         """
         self._step += 1
         batch, deliveries = Batch(), []
         lacking = {lane: self._lacking(lane.tip()) for lane in lanes}
+        victims = list(tenants)
         for lane in sorted(lanes, key=lambda lane: (lacking[lane] > 1, lane.tenant.order)):
             if batch.num_rows >= self.max_num_rows:
                 break
             # A path that lacks much starts only where all of it fits, or two trees would evict each other for ever.
-            if lacking[lane] > 1 and batch.num_rows and lacking[lane] > self.kv.num_available:
-                continue
-            if delivery := self._schedule(lane, batch, tenants):
+            # Those behind it wait as well, or ever new small ones would take the room that it waits for.
+            if lacking[lane] > 1 and batch.num_rows and not self.kv.has_room(lacking[lane]):
+                break
+            if delivery := self._schedule(lane, batch, victims):
                 deliveries.append(delivery)
         if lanes and not batch.num_rows:
+            waiting = {lane.tenant for lane in lanes}
+            if self._preempt_last([tenant for tenant in tenants if tenant not in waiting], batch):
+                return self.next_batch(lanes, tenants)
             raise PoolTooSmall(min((lane.tenant for lane in lanes), key=lambda tenant: tenant.order))
         return batch, deliveries
 
-    def commit(self, batch: Batch) -> None:
+    def commit(self, batch: Batch, deliveries: Sequence[Delivery]) -> None:
         """Record that the rows of `batch` have run."""
         for span in batch.spans:
             if span.store:
                 span.node.computed = span.end
+        for delivery in deliveries:
+            delivery.lane.wanted += len(delivery.places)
 
     def _lacking(self, tip: Node) -> int:
         node: Node | None = tip
@@ -130,7 +138,7 @@ class Scheduler:
             node = node.parent
         return total
 
-    def _schedule(self, lane: Lane, batch: Batch, tenants: Sequence[Tenant]) -> Delivery | None:
+    def _schedule(self, lane: Lane, batch: Batch, victims: list[Tenant]) -> Delivery | None:
         """Add the rows that `lane` lacks as far as the budgets go; the logits it gets from them, if any."""
         path = self.kv.forest.path(lane.tip())
         for node in path:
@@ -139,19 +147,18 @@ class Scheduler:
             if begin < len(node.tokens):
                 end = min(len(node.tokens), begin + self.max_num_rows - batch.num_rows)
                 # Another lane took part of this node in this very step: its rows cannot be extended any more.
-                if begin > node.computed or end == begin or not self._reserve(node, end, lane, batch, tenants):
+                if begin > node.computed or end == begin or not self._reserve(node, end, lane, batch, victims):
                     break
                 batch.add(node, end, lane.tenant)
                 if end < len(node.tokens):
                     break
         delivery = Delivery(lane, lane.wanted)
         for node in path:
-            while node.start <= lane.wanted < min(node.end, lane.end):
-                row = self._row(node, lane.wanted - node.start, batch, lane.tenant)
+            for position in range(max(node.start, lane.wanted), min(node.end, lane.end)):
+                row = self._row(node, position - node.start, batch, lane.tenant)
                 if row is None:
                     return delivery if delivery.places else None
                 delivery.places.append(batch.want_logits(row))
-                lane.wanted += 1
         return delivery
 
     def _row(self, node: Node, offset: int, batch: Batch, tenant: Tenant) -> int | None:
@@ -160,29 +167,28 @@ class Scheduler:
             row = batch.ask(node, offset, tenant)
         return row
 
-    def _reserve(self, node: Node, length: int, lane: Lane, batch: Batch, tenants: Sequence[Tenant]) -> bool:
+    def _reserve(self, node: Node, length: int, lane: Lane, batch: Batch, victims: list[Tenant]) -> bool:
         """Find slots for `node` up to `length`; later trees give way to a lane that decodes or is the step's first."""
         while True:
             try:
                 self.kv.extend(node, length)
                 return True
             except OutOfSlots:
-                if not self._preempt_last(lane.tenant, batch, tenants):
+                if not self._preempt_last(victims, batch, lane.tenant.order):
                     return False
 
-    def _preempt_last(self, tenant: Tenant, batch: Batch, tenants: Sequence[Tenant]) -> bool:
-        """Free the latest tree after `tenant` that has no rows in `batch`; whether there was one."""
+    def _preempt_last(self, victims: list[Tenant], batch: Batch, after: int = -1) -> bool:
+        """Free the latest of `victims` that came later than `after` and has no rows in `batch`; whether there was one.
+
+        Those that were looked at leave the list: in this step they give no more.
+        """
+        if not victims or victims[-1].order <= after:
+            return False
         running = {span.node for span in batch.spans}
-        for victim in sorted(tenants, key=lambda other: -other.order):
-            if victim.order <= tenant.order:
-                return False
-            tips = list(victim.tips())
+        while victims and victims[-1].order > after:
+            tips = list(victims.pop().tips())
             path = {node for tip in tips for node in self.kv.forest.path(tip)}
-            if running & path or not any(node.computed for node in path):
-                continue
-            before = self.kv.pool.num_free
-            self.kv.preempt(tips, [tip for other in tenants if other is not victim for tip in other.tips()])
-            if self.kv.pool.num_free > before:
+            if running.isdisjoint(path) and self.kv.preempt(tips):
                 self.num_preemptions += 1
                 return True
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from treewise.kv.contiguous import ContiguousPool
@@ -53,10 +54,11 @@ class KVManager:
         """Slots that tokens can have: the pool's without its scratch page."""
         return self.pool.num_slots - self.pool.page_size
 
-    @property
-    def num_available(self) -> int:
-        """Slots that are free, and tokens of cached prefixes that would make room (their last pages may be larger)."""
-        return self.pool.num_free + sum(len(self.pool.slots(node)) for node in self._evictable())
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether so many slots are free, or would be without the cached prefixes (whose last pages may be larger)."""
+        return num_tokens <= self.pool.num_free or num_tokens <= self.pool.num_free + sum(
+            len(self.pool.slots(node)) for node in self._evictable()
+        )
 
     def slots(self, node: Node) -> Slots:
         """Return the slots of `node`'s tokens, int32 [tokens]."""
@@ -114,22 +116,29 @@ class KVManager:
                 return
             node, keep = parent, True  # nobody pruned the ancestors: they are prefixes of their own
 
-    def preempt(self, tips: Iterable[Node], others: Iterable[Node]) -> None:
+    def preempt(self, tips: Iterable[Node]) -> bool:
         """Free what only the branches ending in `tips` need; their nodes stay, to be computed again.
 
         Parameters
         ----------
-        tips, others : iterable of Node
-            Where the branches of the preempted tree, and of all other trees, end.
+        tips : iterable of Node
+            Where the branches of a tree end, each as often as branches end there.
+
+        Returns
+        -------
+        bool
+            Whether there is more room now.
         """
-        needed = {node for tip in others for node in self.forest.path(tip)}
-        doomed = {node for tip in tips for node in self.forest.path(tip)} - needed
-        for node in reversed(list(self.forest)):  # children first
-            if node in doomed:
+        before = self.pool.num_free
+        ending = Counter(tips)
+        doomed: set[Node] = set()
+        path = {node for tip in ending for node in self.forest.path(tip)}
+        for node in sorted(path, key=lambda node: node.start, reverse=True):  # children first
+            if node.holders == ending[node] and doomed.issuperset(node.children):
+                doomed.add(node)
                 self.pool.release(node)
                 node.computed = 0
-            elif node.idle:  # the cache is empty by now, but for prefixes below the doomed nodes
-                self._remove(node)
+        return self.pool.num_free > before
 
     def take_copies(self) -> list[Copy]:
         """Return the moves of keys and values that must happen before the next forward, in order."""

@@ -87,6 +87,11 @@ class PagedPool:
             grown = np.empty(max(length, 2 * len(run.slots)), np.int32)
             grown[: run.length] = run.slots[: run.length]
             run.slots = grown
+        if length == run.length + 1:  # a leaf that decodes: NumPy would take longer to start than this takes
+            place = run.offset + run.length
+            run.slots[run.length] = run.pages[place // size] * size + place % size
+            run.length = length
+            return
         places = np.arange(run.offset + run.length, run.offset + length)
         first = (run.offset + run.length) // size
         pages = np.asarray(run.pages[first:], np.int32)
