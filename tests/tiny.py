@@ -73,6 +73,15 @@ def tiny_llm(model: CausalLM | None = None, **options: Any) -> LLM:
     return LLM(tiny_model() if model is None else model, tokenizer=cast(Tokenizer, Bytes()), **options)
 
 
+def idle(llm: LLM) -> None:
+    """Check that nothing is held and that every slot comes back."""
+    llm.engine.check_integrity()
+    assert not llm.engine.requests and not llm.engine.runs
+    llm.engine.kv.clear_cache()
+    llm.engine.check_integrity()
+    assert llm.engine.kv.pool.num_free == llm.engine.kv.num_slots
+
+
 @torch.inference_mode()
 def dense_logits(model: CausalLM, tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits at every position [tokens, vocabulary]: one sequence alone, no cache, no plan."""

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from tiny import EOS, dense_logits, greedy, tiny_llm, tiny_model
+from tiny import EOS, dense_logits, greedy, idle, tiny_llm, tiny_model
 
 from treewise import BeamSearchParams, RequestsFailed, Rows, SamplingParams, call, decode, gather, generate, keep, score
 from treewise.attention import METHODS
@@ -29,15 +29,6 @@ def expected(prompts=PROMPTS, count=12, model=MODEL):
 
 def tokens_of(outputs):
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def idle(llm):
-    """Check that nothing is held and that every slot comes back."""
-    llm.engine.check_integrity()
-    assert not llm.engine.requests and not llm.engine.runs
-    llm.engine.kv.clear_cache()
-    llm.engine.check_integrity()
-    assert llm.engine.kv.pool.num_free == llm.engine.kv.num_slots
 
 
 # ---------------------------------------------------------------------- token for token
