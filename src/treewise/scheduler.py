@@ -106,13 +106,17 @@ class Scheduler:
         batch, deliveries = Batch(), []
         lacking = {lane: self._lacking(lane.tip()) for lane in lanes}
         victims = list(tenants)
+        evictable: int | None = None  # counted where it matters, and what has been evicted before with it
         for lane in sorted(lanes, key=lambda lane: (lacking[lane] > 1, lane.tenant.order)):
             if batch.num_rows >= self.max_num_rows:
                 break
             # A path that lacks much starts only where all of it fits, or two trees would evict each other for ever.
             # Those behind it wait as well, or ever new small ones would take the room that it waits for.
-            if lacking[lane] > 1 and batch.num_rows and not self.kv.has_room(lacking[lane]):
-                break
+            if lacking[lane] > 1 and batch.num_rows and lacking[lane] > self.kv.pool.num_free:
+                if evictable is None:
+                    evictable = self.kv.num_evictable() + self.kv.num_evicted
+                if lacking[lane] > self.kv.pool.num_free + evictable - self.kv.num_evicted:
+                    break
             if delivery := self._schedule(lane, batch, victims):
                 deliveries.append(delivery)
         if lanes and not batch.num_rows:

@@ -218,6 +218,8 @@ class Forest:
 
 
 def _common_prefix(run: Sequence[int], tokens: Sequence[int], offset: int) -> int:
+    if run[0] != tokens[offset]:  # nearly always, where one out of many siblings is looked for
+        return 0
     limit = min(len(run), len(tokens) - offset)
     if run[:limit] == tokens[offset : offset + limit]:
         return limit

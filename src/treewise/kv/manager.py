@@ -42,23 +42,27 @@ class KVManager:
     pool : SlotPool
     enable_prefix_caching : bool
         Whether `match` looks for known prefixes and finished requests leave theirs behind.
+
+    Attributes
+    ----------
+    num_evicted : int
+        Tokens of cached prefixes that gave way so far.
     """
 
     def __init__(self, forest: Forest, pool: SlotPool, enable_prefix_caching: bool = True) -> None:
         self.forest = forest
         self.pool = pool
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_evicted = 0
 
     @property
     def num_slots(self) -> int:
         """Slots that tokens can have: the pool's without its scratch page."""
         return self.pool.num_slots - self.pool.page_size
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether so many slots are free, or would be without the cached prefixes (whose last pages may be larger)."""
-        return num_tokens <= self.pool.num_free or num_tokens <= self.pool.num_free + sum(
-            len(self.pool.slots(node)) for node in self._evictable()
-        )
+    def num_evictable(self) -> int:
+        """Return how many tokens of cached prefixes would make room (their last pages may be larger)."""
+        return sum(len(self.pool.slots(node)) for node in self._evictable())
 
     def slots(self, node: Node) -> Slots:
         """Return the slots of `node`'s tokens, int32 [tokens]."""
@@ -179,13 +183,17 @@ class KVManager:
                 yield node
 
     def _evict(self, num_slots: int) -> bool:
-        """Free at least `num_slots` slots from the least recently used idle nodes; whether any was freed."""
+        """Free at least `num_slots` slots from the least recently used idle nodes; whether any was freed.
+
+        It looks at the whole forest, so that it frees a little more than is wanted and is called the less often.
+        """
         idle = [(node.last_used, node.id, node) for node in self.forest if node.idle]
         heapq.heapify(idle)
-        target = self.pool.num_free + num_slots
+        target = self.pool.num_free + max(num_slots, self.num_slots // 64)
         freed = bool(idle)
         while idle and self.pool.num_free < target:
             node = heapq.heappop(idle)[2]
+            self.num_evicted += len(node.tokens)
             self._remove(node)
             if (parent := node.parent) is not None and parent.idle:
                 heapq.heappush(idle, (parent.last_used, parent.id, parent))
