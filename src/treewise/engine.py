@@ -16,10 +16,10 @@ from torch import Tensor
 from treewise.batch import Batch
 from treewise.branch import Branch, BranchTree, Call, Codec, Decode, Gather, Observe, Operation
 from treewise.kv import KVManager
-from treewise.operations import DecodeRun, Event, Limits, ObserveRun, Run, Task
+from treewise.operations import DecodeRun, Event, InvalidLogits, Limits, ObserveRun, Run, Task
 from treewise.results import Usage
 from treewise.runner import Plans, Runner
-from treewise.sampler import row_key
+from treewise.sampler import invalid_rows, row_key
 from treewise.scheduler import Delivery, PoolTooSmall, Scheduler
 
 Program = Callable[[Branch], Coroutine[Any, Any, Any]]
@@ -185,8 +185,9 @@ class Engine:
                 raise
             self.scheduler.commit(batch, deliveries)
             self._count(batch, plans, deliveries)
+            invalid = invalid_rows(logits).tolist()
             for delivery in deliveries:
-                self._deliver(waiting[delivery.lane], delivery, logits)
+                self._deliver(waiting[delivery.lane], delivery, logits, invalid)
         elif self._calls and not self._ready:
             wait(self._calls, return_when=FIRST_COMPLETED)
         return self._advance()
@@ -288,8 +289,10 @@ class Engine:
 
     # ------------------------------------------------------------------ logits
 
-    def _deliver(self, run: Run, delivery: Delivery, logits: Tensor) -> None:
+    def _deliver(self, run: Run, delivery: Delivery, logits: Tensor, invalid: list[bool]) -> None:
         try:
+            if any(invalid[place] for place in delivery.places):
+                raise InvalidLogits("the model's logits are not numbers")
             # One row is a view; a list of rows costs an upload and a copy.
             first, *others = delivery.places
             rows = logits[delivery.places] if others else logits[first : first + 1]

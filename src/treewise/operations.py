@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treewise.branch import Branch, BranchTree, Candidates, Decode, Observe, Operation
 from treewise.controller import Leaf, TreeView
-from treewise.sampler import invalid_rows, log_probs, top_log_probs
+from treewise.sampler import log_probs, top_log_probs
 from treewise.scheduler import Lane
 from treewise.text import Detokenizer
 
@@ -186,8 +186,6 @@ class DecodeRun:
         if not self.leaves:
             return []
         logits = torch.stack([self._logits[leaf] for leaf in self.leaves])
-        if invalid_rows(logits).any():
-            raise InvalidLogits("the model's logits are not numbers")
         view = TreeView(
             leaves=[self._leaf(leaf) for leaf in self.leaves],
             logits=logits,
@@ -350,8 +348,6 @@ class ObserveRun:
 
     def deliver(self, lane: Lane, start: int, logits: Tensor) -> None:
         """See `Run.deliver`."""
-        if invalid_rows(logits).any():
-            raise InvalidLogits("the model's logits are not numbers")
         i = self._lanes[lane]
         for offset, row in enumerate(log_probs(logits)):
             self.observed[i].append(ranked(row, self._next_tokens[i][start + offset + 1], self.top))
