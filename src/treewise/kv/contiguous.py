@@ -42,11 +42,12 @@ class ContiguousPool:
         self._holes: list[tuple[int, int]] = [(1, num_slots)]  # free [start, end), sorted, never touching
         self._runs: dict[Node, _Run] = {}
         self._copies: list[Copy] = []
+        self._used = 0  # slots of tokens
 
     @property
     def num_free(self) -> int:
         """Slots outside the runs, and the spare room inside them."""
-        return self.num_slots - 1 - sum(run.length for run in self._runs.values())
+        return self.num_slots - 1 - self._used
 
     def extend(self, node: Node, length: int) -> None:
         """See `SlotPool.extend`."""
@@ -72,6 +73,7 @@ class ContiguousPool:
                 self._carve(*place)
                 run = self._move(node, _Run(place[0], place[1] - place[0], held))
         run.length = length
+        self._used += length - held
 
     def slots(self, node: Node) -> Slots:
         """See `SlotPool.slots`."""
@@ -94,6 +96,7 @@ class ContiguousPool:
         """See `SlotPool.release`."""
         run = self._runs.pop(node, None)
         if run is not None:
+            self._used -= run.length
             self._free(run.start, run.start + run.capacity)
 
     def take_copies(self) -> list[Copy]:
@@ -106,6 +109,7 @@ class ContiguousPool:
         assert self._runs.keys() <= set(nodes), "a node that left the forest still owns slots"
         spans = sorted([(run.start, run.start + run.capacity) for run in self._runs.values()] + self._holes)
         assert all(run.length <= run.capacity for run in self._runs.values()), "a run is longer than its room"
+        assert self._used == sum(run.length for run in self._runs.values()), "the count of used slots is wrong"
         edge = 1
         for start, end in spans:
             assert start == edge and end > start, f"slots {edge}..{start} are lost or owned twice"
