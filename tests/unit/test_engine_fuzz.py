@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import zip_longest
 
 import numpy as np
@@ -533,6 +534,7 @@ class Script:
 
     async def run(self, root):
         await self.carry_out(root.fork(2), self.operations, guard=False)
+        assert all(branch is root or branch.ordinal is not None for branch in root.tree.alive), "a scratch fork is left"
 
     async def carry_out(self, branches, operations, guard):
         branches = list(branches)
@@ -593,9 +595,10 @@ class Script:
         assert await call(lambda: value) == value
 
     async def both(self, branches, first, second, shared):
-        """Two sub-programs, on the same branches or on forks of their own."""
+        """Two sub-programs, on the same branches or on forks of their own; there the first to misbehave ends both."""
         own = [branches, branches] if shared else [[b.fork()[0] for b in branches[:2]] for _ in range(2)]
-        await gather(*(self.carry_out(some, part, shared) for some, part in zip(own, (first, second), strict=True)))
+        with suppress(Mischief):
+            await gather(*(self.carry_out(some, part, shared) for some, part in zip(own, (first, second), strict=True)))
 
     async def misbehave(self, branches):
         raise Mischief
