@@ -469,8 +469,10 @@ async def score(branches: Iterable[Branch], prompt: str | Sequence[int], choices
     Raises
     ------
     ValueError
-        If a choice is empty text.
+        If a choice is empty text, or the choices are one text.
     """
+    if isinstance(choices, str):
+        raise ValueError(f"choices: give a list of texts, not the text {choices!r}")
     branches = _living(branches)
     asked: list[Branch] = []
     ends: list[Branch] = []

@@ -591,6 +591,12 @@ def test_bad_options_are_refused_by_name():
     with pytest.raises(ValueError, match="stop_token_ids"):
         tiny_llm(MODEL).generate([[1]], SamplingParams(stop_token_ids=[999]))
 
+    async def scores(root):
+        await score([root], "?", "ab")
+
+    with pytest.raises(ValueError, match="choices: give a list"):
+        tiny_llm(MODEL).run(scores, [[1]])
+
     async def appends(root):
         root.append([999])
 
