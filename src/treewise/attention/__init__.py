@@ -77,7 +77,7 @@ def run_plan(
     k, v : [slots, kv_heads, head_dim]
         The pool of keys and values.
     scale : float, optional
-        Factor of the scores; default ``head_dim ** -0.5``.
+        Factor of the scores, above 0; default ``head_dim ** -0.5``.
     return_lse : bool
         Also return the natural logarithm of each query's sum of exponentials.
     backend : str, optional
@@ -90,14 +90,17 @@ def run_plan(
     Raises
     ------
     ValueError
-        If a tensor's shape, dtype or device does not fit the plan, or the backend cannot run it.
+        If a tensor's shape, dtype or device does not fit the plan, scale is not above 0, or the backend cannot run it.
     """
     _check(plan, q, k, v)
+    scale = plan.head_dim**-0.5 if scale is None else scale
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be above 0")
     chosen = get_backend(backend or plan.backend, q.device)
     reasons = chosen.unsupported(AttentionSpec.of(plan))
     if reasons:
         raise ValueError(f"backend {chosen.name!r} cannot run this plan: {'; '.join(reasons)}")
-    out, lse = chosen.run(plan, q, k, v, plan.head_dim**-0.5 if scale is None else scale, return_lse)
+    out, lse = chosen.run(plan, q, k, v, scale, return_lse)
     return out if not return_lse or lse is None else (out, lse)
 
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Triton's interpreter has no dependent launches.
+gdc_launch_dependents, gdc_wait = tl.extra.cuda.gdc_launch_dependents, tl.extra.cuda.gdc_wait
+
 NO_MASK, INTERVALS, WORDS, BITS, DENSE = (tl.constexpr(number) for number in range(5))
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -18,110 +21,89 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def attend_items(
-    q, k, v, out, lse, items, row_order, row_position, kv_slots, kv_low, kv_high, kv_position, masks,
+    q, k, v, out, lse, items, row_order, row_position, kv_slots, kv_readers, kv_position, masks,
     first_item, num_tokens, scale_log2, window, q_row, q_head, k_slot, k_head, v_slot, v_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PACKED: tl.constexpr, TOKENS: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, ORDERED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend one item and KV head a program: grid (items of a class, KV heads)."""
-    item = items + (tl.program_id(0) + first_item) * 8
+    """Attend one item and KV head a program: grid (items of a class × KV heads,)."""
+    if OVERLAP:  # the next kernel may start as soon as all programs of this one have
+        gdc_launch_dependents()
+    item = items + (tl.program_id(0) // KV_HEADS + first_item) * 8
     _attend_tile(
-        q, k, v, out, lse, row_order, row_position, kv_slots, kv_low, kv_high, kv_position, masks,
-        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 5), tl.load(item + 6),
-        num_tokens, scale_log2, window, q_row, q_head, k_slot, k_head, v_slot, v_head,
-        KV_HEADS, GROUP, DIM, DIM_PAD, PACKED, TOKENS, MASK, WINDOW, DIRECT, PRECISION, STAGES,
+        q, k, v, out, lse, row_order, row_position, kv_slots, kv_readers, kv_position, masks,
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5),
+        tl.load(item + 6), num_tokens, scale_log2, window, q_row, q_head, k_slot, k_head, v_slot, v_head,
+        KV_HEADS, GROUP, DIM, DIM_PAD, PACKED, TOKENS, MASK, WINDOW, DIRECT, SPLIT, ORDERED, PRECISION, STAGES,
     )  # fmt: skip
+    if OVERLAP:  # whoever waits for this kernel waits for the ones before it, too
+        gdc_wait()
 
 
 @triton.jit
 def attend_alone(
-    q, k, v, out, lse, items, row_order, row_position, kv_slots, kv_low, kv_high, kv_position, masks,
+    q, k, v, out, lse, items, row_order, row_position, kv_slots, kv_readers, kv_position, masks,
     first_item, num_tokens, scale_log2, window, q_row, q_head, k_slot, k_head, v_slot, v_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PACKED: tl.constexpr, TOKENS: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, ORDERED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend a whole group with one program a KV head, row tile after row tile: grid (1, KV heads)."""
-    item = items + (tl.program_id(0) + first_item) * 8
+    """Attend a whole group with one program a KV head, row tile after row tile: grid (KV heads,)."""
+    item = items + first_item * 8
     row_high = tl.load(item + 1)
     for row_low in range(tl.load(item), row_high, PACKED // GROUP):
         _attend_tile(
-            q, k, v, out, lse, row_order, row_position, kv_slots, kv_low, kv_high, kv_position, masks,
+            q, k, v, out, lse, row_order, row_position, kv_slots, kv_readers, kv_position, masks,
             row_low, tl.minimum(row_low + PACKED // GROUP, row_high), tl.load(item + 2), tl.load(item + 3),
-            row_low, tl.load(item + 6), num_tokens, scale_log2, window, q_row, q_head, k_slot, k_head, v_slot, v_head,
-            KV_HEADS, GROUP, DIM, DIM_PAD, PACKED, TOKENS, MASK, WINDOW, DIRECT, PRECISION, STAGES,
+            tl.load(item + 2), row_low, tl.load(item + 6),
+            num_tokens, scale_log2, window, q_row, q_head, k_slot, k_head, v_slot, v_head,
+            KV_HEADS, GROUP, DIM, DIM_PAD, PACKED, TOKENS, MASK, WINDOW, DIRECT, SPLIT, ORDERED, PRECISION, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _attend_tile(
-    q, k, v, out, lse, row_order, row_position, kv_slots, kv_low, kv_high, kv_position, masks,
-    row_low, row_high, kv_start, kv_end, entry, mask_start,
+    q, k, v, out, lse, row_order, row_position, kv_slots, kv_readers, kv_position, masks,
+    row_low, row_high, kv_start, kv_end, free_end, entry, mask_start,
     num_tokens, scale_log2, window, q_row, q_head, k_slot, k_head, v_slot, v_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PACKED: tl.constexpr, TOKENS: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, DIRECT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, ORDERED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0) % KV_HEADS
     packed = tl.arange(0, PACKED)
     row = row_low + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     valid = row < row_high
-    dim = tl.arange(0, DIM_PAD)
-    column = tl.arange(0, TOKENS)
-    query = tl.load(row_order + row, mask=valid, other=0).to(tl.int64)
+    dim, column = tl.arange(0, DIM_PAD), tl.arange(0, TOKENS)
+    slot = tl.load(kv_slots + kv_start + column, mask=kv_start + column < kv_end, other=0)
+    query = (row if ORDERED else tl.load(row_order + row, mask=valid, other=0)).to(tl.int64)
     q_offsets = query[:, None] * q_row + head[:, None] * q_head + dim[None, :]
     queries = tl.load(q + q_offsets, mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
-    if WINDOW:
-        position = tl.load(row_position + row, mask=valid, other=0)
+    keys, values = k + kv_head * k_head, v + kv_head * v_head
     top = tl.full([PACKED], float("-inf"), tl.float32)
     total = tl.zeros([PACKED], tl.float32)
     acc = tl.zeros([PACKED, DIM_PAD], tl.float32)
-    for start in tl.range(kv_start, kv_end, TOKENS, num_stages=STAGES):
-        token = start + column
-        inside = token < kv_end
-        slot = tl.load(kv_slots + token, mask=inside, other=0).to(tl.int64)
-        keys = tl.load(
-            k + slot[None, :] * k_slot + kv_head * k_head + dim[:, None],
-            mask=inside[None, :] & (dim < DIM)[:, None],
-            other=0.0,
-        )  # [dim, tokens]
-        values = tl.load(
-            v + slot[:, None] * v_slot + kv_head * v_head + dim[None, :],
-            mask=inside[:, None] & (dim < DIM)[None, :],
-            other=0.0,
-        )  # [tokens, dim]
-        scores = tl.dot(queries, keys, input_precision=PRECISION) * scale_log2
-        seen = inside[None, :] & valid[:, None]
-        if MASK == INTERVALS:
-            low = tl.load(kv_low + token, mask=inside, other=0)
-            high = tl.load(kv_high + token, mask=inside, other=0)
-            seen = seen & (row[:, None] >= low[None, :]) & (row[:, None] < high[None, :])
-            if WINDOW:
-                place = tl.load(kv_position + token, mask=inside, other=0)
-                seen = seen & (place[None, :] > position[:, None] - window)
-        elif MASK == WORDS:
-            word = tl.load(masks + mask_start + token - kv_start, mask=inside, other=0)
-            seen = seen & (((word[None, :] >> (row - row_low)[:, None].to(tl.int64)) & 1) != 0)
-        elif MASK == BITS:
-            word = tl.load(masks + mask_start + (token - kv_start) // 64, mask=inside, other=0)
-            seen = seen & (((word >> ((token - kv_start) % 64).to(tl.int64)) & 1) != 0)[None, :]
-        elif MASK == DENSE:
-            pair = row.to(tl.int64)[:, None] * num_tokens + token[None, :]
-            seen = seen & (tl.load(masks + pair, mask=seen, other=0) != 0)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # empty is the identity: no -inf - -inf
-        weights = tl.exp2(scores - anchor[:, None])
-        fade = tl.exp2(top - anchor)
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
-        top = new_top
+    if SPLIT:  # whole steps of key tokens that every row sees come first, without their masks
+        whole = kv_start + (free_end - kv_start) // TOKENS * TOKENS
+        top, total, acc = _attend_tokens(
+            queries, keys, values, top, total, acc, slot, row, row_low, valid, row_position, kv_slots, kv_readers,
+            kv_position, masks, kv_start, whole, kv_start, mask_start, num_tokens, scale_log2, window, k_slot, v_slot,
+            DIM, DIM_PAD, TOKENS, NO_MASK, False, True, PRECISION, STAGES,
+        )  # fmt: skip
+        slot = tl.load(kv_slots + whole + column, mask=whole + column < kv_end, other=0)
+    else:
+        whole = kv_start
+    top, total, acc = _attend_tokens(
+        queries, keys, values, top, total, acc, slot, row, row_low, valid, row_position, kv_slots, kv_readers,
+        kv_position, masks, whole, kv_end, kv_start, mask_start, num_tokens, scale_log2, window, k_slot, v_slot,
+        DIM, DIM_PAD, TOKENS, MASK, WINDOW, False, PRECISION, STAGES,
+    )  # fmt: skip
     some = total > 0
     safe = tl.where(some, total, 1.0)
     acc = acc / safe[:, None]
-    logs = tl.where(some, (top + tl.log2(safe)) * LN_2, float("-inf"))
+    logs = tl.where(some, (top * scale_log2 + tl.log2(safe)) * LN_2, float("-inf"))
     target = query if DIRECT else (entry + row - row_low).to(tl.int64)
     target = target * (KV_HEADS * GROUP) + head
     tl.store(
@@ -133,36 +115,102 @@ def _attend_tile(
 
 
 @triton.jit
+def _attend_tokens(
+    queries, keys, values, top, total, acc, slot, row, row_low, valid, row_position, kv_slots, kv_readers,
+    kv_position, masks, start, end, kv_start, mask_start, num_tokens, scale_log2, window, k_slot, v_slot,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, TOKENS: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add key tokens [start, end) to the rows' softmax; WHOLE: all of them are seen and come in whole steps."""
+    dim = tl.arange(0, DIM_PAD)
+    column = tl.arange(0, TOKENS)
+    if WINDOW:
+        position = tl.load(row_position + row, mask=valid, other=0)
+    for first in tl.range(start, end, TOKENS, num_stages=STAGES):
+        token = first + column
+        inside = (token < end) | WHOLE
+        place = slot.to(tl.int64)
+        key = tl.load(
+            keys + place[None, :] * k_slot + dim[:, None], mask=inside[None, :] & (dim < DIM)[:, None], other=0.0
+        )  # [dim, tokens]
+        value = tl.load(
+            values + place[:, None] * v_slot + dim[None, :], mask=inside[:, None] & (dim < DIM)[None, :], other=0.0
+        )  # [tokens, dim]
+        # Read one step early: keys and values whose addresses are known can be fetched several steps ahead.
+        slot = tl.load(kv_slots + token + TOKENS, mask=token + TOKENS < end, other=0)
+        scores = tl.dot(queries, key, input_precision=PRECISION)
+        if not WHOLE:
+            seen = inside[None, :]
+            if MASK == INTERVALS:
+                readers = tl.load(kv_readers + token, mask=inside, other=0)
+                low, high = readers.to(tl.int32), (readers >> 32).to(tl.int32)
+                # low <= row < high in one comparison; a key token that is not inside has no readers.
+                seen = (row[:, None] - low[None, :]).to(tl.uint32) < (high - low)[None, :].to(tl.uint32)
+                if WINDOW:
+                    spot = tl.load(kv_position + token, mask=inside, other=0)
+                    seen = seen & (spot[None, :] > position[:, None] - window)
+            elif MASK == WORDS:
+                word = tl.load(masks + mask_start + token - kv_start, mask=inside, other=0)
+                seen = seen & (((word[None, :] >> (row - row_low)[:, None].to(tl.int64)) & 1) != 0)
+            elif MASK == BITS:
+                word = tl.load(masks + mask_start + (token - kv_start) // 64, mask=inside, other=0)
+                seen = seen & (((word >> ((token - kv_start) % 64).to(tl.int64)) & 1) != 0)[None, :]
+            elif MASK == DENSE:
+                pair = row.to(tl.int64)[:, None] * num_tokens + token[None, :]
+                seen = seen & valid[:, None]
+                seen = seen & (tl.load(masks + pair, mask=seen, other=0) != 0)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        anchor = tl.where(new_top == float("-inf"), 0.0, new_top * scale_log2)  # empty is the identity: no -inf - -inf
+        weights = tl.exp2(scores * scale_log2 - anchor[:, None])
+        fade = tl.exp2(top * scale_log2 - anchor)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision=PRECISION)
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit
 def reduce_entries(
     parts, part_lse, out, lse, row_order, indptr, entries,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, ENTRIES: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge one row and head a program, its entries in their fixed order: grid (rows, heads)."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(indptr + row), tl.load(indptr + row + 1)
-    query = tl.load(row_order + row).to(tl.int64)
+    """Merge BLOCK heads of a row a program, its entries in their fixed order: grid (rows × blocks of heads,)."""
+    blocks: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    row = tl.program_id(0) // blocks
+    head = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     dim, column = tl.arange(0, DIM_PAD), tl.arange(0, ENTRIES)
-    top = float("-inf")
-    total = 0.0
-    acc = tl.zeros([DIM_PAD], tl.float32)
+    valid = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+    start, end = tl.load(indptr + row), tl.load(indptr + row + 1)
+    entry = tl.load(entries + start + column, mask=start + column < end, other=0)
+    query = tl.load(row_order + row).to(tl.int64)
+    if OVERLAP:  # all above is the plan's; from here on it is what the kernels before wrote
+        gdc_wait()
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, DIM_PAD], tl.float32)
     for first in range(start, end, ENTRIES):
         inside = first + column < end
-        entry = tl.load(entries + first + column, mask=inside, other=0).to(tl.int64) * HEADS + head
-        logs = tl.load(part_lse + entry, mask=inside, other=float("-inf")) * LOG2_E
+        place = entry.to(tl.int64)[:, None] * HEADS + head[None, :]
+        logs = tl.load(part_lse + place, mask=inside[:, None] & (head < HEADS)[None, :], other=float("-inf")) * LOG2_E
         part = tl.load(
-            parts + entry[:, None] * DIM + dim[None, :], mask=inside[:, None] & (dim < DIM)[None, :], other=0.0
-        ).to(tl.float32)
+            parts + place[:, :, None] * DIM + dim[None, None, :], mask=inside[:, None, None] & valid[None], other=0.0
+        )
+        following = first + ENTRIES + column
+        entry = tl.load(entries + following, mask=following < end, other=0)
         new_top = tl.maximum(top, tl.max(logs, 0))
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(logs - anchor)
+        weights = tl.exp2(logs - anchor[None, :])
         fade = tl.exp2(top - anchor)
-        acc = acc * fade + tl.sum(part * weights[:, None], 0)
+        acc = acc * fade[:, None] + tl.sum(part.to(tl.float32) * weights[:, :, None], 0)
         total = total * fade + tl.sum(weights, 0)
         top = new_top
     safe = tl.where(total > 0, total, 1.0)
     target = query * HEADS + head
-    tl.store(out + target * DIM + dim, (acc / safe).to(out.dtype.element_ty), mask=dim < DIM)
-    tl.store(lse + target, tl.where(total > 0, (top + tl.log2(safe)) * LN_2, float("-inf")))
+    tl.store(out + target[:, None] * DIM + dim[None, :], (acc / safe[:, None]).to(out.dtype.element_ty), mask=valid)
+    logs = tl.where(total > 0, (top + tl.log2(safe)) * LN_2, float("-inf"))
+    tl.store(lse + target, logs, mask=head < HEADS)
 
 
 @triton.jit

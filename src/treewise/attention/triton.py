@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,7 +14,8 @@ import triton
 from treewise.attention import kernels
 from treewise.attention.backend import AttentionSpec
 from treewise.plan import Plan
-from treewise.plan.data import FREE_END, KV_END, ROW_HIGH, ROW_LOW
+from treewise.plan.data import FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
+from treewise.plan.partition import MULTIPROCESSORS, SHORT
 
 MASK_KINDS = {
     "intervals": kernels.INTERVALS,
@@ -23,13 +25,31 @@ MASK_KINDS = {
 }
 
 
+SPLIT = (12, 6)
+"""Steps without masks from which a loop of their own pays, beside unmasked and beside masked steps."""
+
+
 class _Launch(NamedTuple):
-    """A run of items that one compiled kernel serves."""
+    """A run of items that one compiled kernel serves, and how it is compiled."""
 
     first: int
     num_items: int
     packed: int  # rows × group, padded
     masked: bool
+    tokens: int
+    stages: int
+    warps: int
+    registers: int | None = None  # most a thread
+    split: bool = False
+
+
+class _Work(NamedTuple):
+    """What a plan comes down to: launches of the attention kernel, and the shape of the merge."""
+
+    launches: list[_Launch]
+    ordered: bool  # rows are in the caller's order
+    entries: int
+    block: int
 
 
 class TritonBackend:
@@ -62,33 +82,38 @@ class TritonBackend:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         parts, part_lse = out, lse
         if not plan.direct:
-            parts = torch.empty((plan.num_entries, *q.shape[1:]), dtype=torch.float32, device=q.device)
+            # Rounded to bfloat16 on the way, results would be off by more than its own rounding.
+            dtype = torch.float16 if q.dtype == torch.float16 else torch.float32
+            parts = torch.empty((plan.num_entries, *q.shape[1:]), dtype=dtype, device=q.device)
             part_lse = torch.empty(parts.shape[:2], dtype=torch.float32, device=q.device)
-        launches = plan.prepared.get(self.name)
-        if launches is None:
-            launches = plan.prepared[self.name] = _launches(plan)
+        work = plan.prepared.get(self.name)
+        if work is None:
+            work = plan.prepared[self.name] = _prepare(plan)
         on = plan.tensors
         dim_pad = max(16, triton.next_power_of_2(plan.head_dim))
+        # Kernels whose launch depends on the one before may start while it still runs; only the merge waits for all.
+        kernels_run = len(work.launches) + (not plan.direct)
+        overlap = kernels_run > 1 and plan.method != "vanilla" and _has_dependent_launch(q.device)
         kernel = kernels.attend_alone if plan.method == "vanilla" else kernels.attend_items
-        for launch in launches:
-            kernel[(launch.num_items, plan.num_kv_heads)](
+        for number, launch in enumerate(work.launches):
+            kernel[(launch.num_items * plan.num_kv_heads,)](
                 q, k, v, parts, part_lse, on["items"], on["row_order"], on["row_position"], on["kv_slots"],
-                on["kv_low"], on["kv_high"], on["kv_position"],
+                on["kv_readers"], on["kv_position"],
                 on["mask_dense"].view(torch.uint8) if plan.mask == "dense" else on["mask_words"],
                 launch.first, len(plan.kv_slots), scale * kernels.LOG2_E.value, plan.window or 0,
                 q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
                 KV_HEADS=plan.num_kv_heads, GROUP=plan.num_heads // plan.num_kv_heads,
-                DIM=plan.head_dim, DIM_PAD=dim_pad, PACKED=launch.packed,
-                TOKENS=64 if dim_pad * q.element_size() <= 256 else 32,
+                DIM=plan.head_dim, DIM_PAD=dim_pad, PACKED=launch.packed, TOKENS=launch.tokens,
                 MASK=MASK_KINDS[plan.mask] if launch.masked else kernels.NO_MASK,
-                WINDOW=plan.window is not None, DIRECT=plan.direct,
-                PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=3 if dim_pad <= 128 else 2,
-                num_warps=8 if launch.packed > 64 or dim_pad > 128 or plan.method == "vanilla" else 4,
+                WINDOW=plan.window is not None, DIRECT=plan.direct, SPLIT=launch.split, ORDERED=work.ordered,
+                PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=launch.stages, OVERLAP=overlap,
+                num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=overlap and number > 0,
             )  # fmt: skip
         if not plan.direct:
-            kernels.reduce_entries[(plan.num_rows, plan.num_heads)](
+            kernels.reduce_entries[(plan.num_rows * -(-plan.num_heads // work.block),)](
                 parts, part_lse, out, lse, on["row_order"], on["reduce_indptr"], on["reduce_entries"],
-                HEADS=plan.num_heads, DIM=plan.head_dim, DIM_PAD=dim_pad, ENTRIES=4, num_warps=1,
+                HEADS=plan.num_heads, DIM=plan.head_dim, DIM_PAD=dim_pad, BLOCK=work.block, ENTRIES=work.entries,
+                OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
             )  # fmt: skip
         return out, lse
 
@@ -103,19 +128,52 @@ class TritonBackend:
         )  # fmt: skip
 
 
-def _launches(plan: Plan) -> list[_Launch]:
-    """Split the items, which come sorted by class, into runs of the same class."""
+@functools.cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _prepare(plan: Plan) -> _Work:
+    row_bytes = max(16, triton.next_power_of_2(plan.head_dim)) * plan.dtype.itemsize
+    entries = min(8, max(2, triton.next_power_of_2(int(np.diff(plan.reduce_indptr).max(initial=1)))))
+    return _Work(
+        launches=_launches(plan, row_bytes),
+        ordered=bool((np.diff(plan.row_order) == 1).all()),
+        entries=entries,
+        block=max(1, min(4, 16 // entries, 1024 // row_bytes, triton.next_power_of_2(plan.num_heads))),
+    )
+
+
+def _launches(plan: Plan, row_bytes: int) -> list[_Launch]:
+    """Split the items, which come sorted by width, into runs of one kernel each."""
+    large = row_bytes > 256  # a step of 64 key tokens would not fit in shared memory three times
+    tokens, stages = (32, 2) if large else (64, 3)
     if plan.method == "vanilla":
-        return [_Launch(0, 1, 64, masked=True)]
-    group_size = plan.num_heads // plan.num_kv_heads
-    packed = (plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]) * group_size
-    masked = plan.items[:, FREE_END] < plan.items[:, KV_END]
-    kind = 2 * masked + (packed > 16)
-    bounds = np.append(np.flatnonzero(np.diff(kind, prepend=-1)), len(kind)).tolist()
-    return [
-        _Launch(first, end - first, max(16, triton.next_power_of_2(int(packed[first:end].max()))), bool(masked[first]))
-        for first, end in pairwise(bounds)
-    ]
+        return [_Launch(0, 1, 64, True, tokens, stages, 8)]
+    packed = (plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]) * (plan.num_heads // plan.num_kv_heads)
+    length = plan.items[:, KV_END] - plan.items[:, KV_START]
+    free = plan.items[:, FREE_END] - plan.items[:, KV_START]
+    bounds = np.append(np.flatnonzero(np.diff(np.searchsorted((16, 64), packed), prepend=-1)), len(packed)).tolist()
+    launches = []
+    for first, end in pairwise(bounds):
+        width = max(16, triton.next_power_of_2(int(packed[first:end].max())))
+        masked = bool((free[first:end] < length[first:end]).any())
+        launch = _Launch(
+            first, end - first, width, masked, tokens, stages, 8 if width > 64 or plan.head_dim > 128 else 4
+        )
+        at_once = launch.num_items * plan.num_kv_heads <= 3 * MULTIPROCESSORS
+        if not large and 16 < width <= 64 and length[first] <= SHORT and at_once:
+            launch = launch._replace(tokens=32, registers=168)  # three programs a multiprocessor
+        # A loop without masks pays where it is long.
+        split = bool(free[first:end].max() >= launch.tokens * SPLIT[int(masked)])
+        launches.append(launch._replace(split=split))
+    wide, narrow = launches[0], launches[-1]
+    if not large and wide.packed == 128 and narrow.packed == 16:
+        work = [int(length[launch.first : launch.first + launch.num_items].sum()) for launch in (wide, narrow)]
+        if 2 * work[1] > work[0]:  # registers for one wide and two narrow programs a multiprocessor
+            launches[0] = wide._replace(registers=176, split=False)
+            launches[-1] = narrow._replace(tokens=32, warps=2, registers=160, split=False)
+    return launches
 
 
 def _unfused(

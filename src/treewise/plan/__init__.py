@@ -117,10 +117,11 @@ def plan_tree(
     group_size = num_heads // num_kv_heads
     if device.type == "cuda" and (row_tile or 1) * group_size > 256 and method.startswith("deft:"):
         raise ValueError(f"row_tile is {row_tile}; on cuda it may hold at most 256 rows × heads of a KV head")
+    asked_tile, asked_chunk = row_tile, chunk
     if row_tile is None:
         row_tile = 128 if device.type == "cpu" else max(1, 64 // group_size)
     if mask == "words":
-        row_tile = min(row_tile, 64)
+        asked_tile = row_tile = min(row_tile, 64)
     if method == "medusa":
         row_tile = tree.num_queries
 
@@ -140,7 +141,9 @@ def plan_tree(
         case "deft:node_chunk":
             cut = partition.by_node(layout, window, row_tile, chunk)
         case _:
-            cut = partition.flatten(layout, window, row_tile, chunk)
+            sizes = partition.blocks(device, num_kv_heads, group_size, asked_tile, asked_chunk)
+            row_tile = max(sizes.shared.rows, sizes.paths.rows)
+            cut = partition.flatten(layout, window, sizes)
     if mask == "words":
         cut = partition.with_words(cut, window)
 
@@ -161,6 +164,7 @@ def plan_tree(
     }
     arrays: dict[str, Any] = {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in flat.items()}
     arrays.update(mask_words=cut.mask_words, mask_dense=cut.mask_dense)
+    readers = np.stack((arrays["kv_low"], arrays["kv_high"]), axis=1).view(np.int64)[:, 0]  # one load for both
     return Plan(
         method=method,
         mask=mask,
@@ -175,6 +179,6 @@ def plan_tree(
         row_tile=row_tile,
         num_slots=int(slot.max(initial=-1)) + 1,
         group_tokens=cut.group_tokens,
-        tensors=upload(arrays, device),
+        tensors=upload(arrays | {"kv_readers": readers}, device),
         **arrays,
     )

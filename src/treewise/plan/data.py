@@ -72,7 +72,7 @@ class Plan:
     mask_words, mask_dense : [words], [rows, tokens]
         The masks of the kinds that need them; empty otherwise.
     row_tile : int
-        Rows that read a key token together; a wider item reads its key tokens once a tile.
+        Most rows that read a key token together; a wider item reads its key tokens once a tile.
     num_slots : int
         The pool must have at least so many slots.
     tensors : dict
@@ -171,7 +171,9 @@ class Plan:
         direct = unfused or self.direct
         # Unfused, the scores are written by the product, read and written by scale, mask and softmax, then read.
         scores = 8 * size * self.num_heads * layers * int((rows * tokens).sum()) if unfused else 0
-        partials = 0 if direct else 2 * 4 * self.num_entries * (row_values + self.num_heads * layers)
+        # On a GPU, partial outputs of float16 are float16; their LSE is always float32.
+        part = 2 if (dtype or self.dtype) == torch.float16 and self.device.type == "cuda" else 4
+        partials = 0 if direct else 2 * self.num_entries * (part * row_values + 4 * self.num_heads * layers)
         if self.mask == "dense":
             masks = self.mask_dense.nbytes
         elif self.mask in ("words", "bits"):

@@ -12,10 +12,48 @@ from treewise.plan.data import ENTRY, FREE_END, GROUP, KV_END, KV_START, MASK, R
 from treewise.plan.layout import Layout, indptr, pairs, range_min, ranges
 from treewise.plan.spec import Ints
 
-SMALL_NODE = 64
-"""Nodes with fewer key tokens share a block with their neighbours."""
-MIXED_BLOCK = 256
-"""Most key tokens of a block that holds several nodes."""
+MULTIPROCESSORS = 132
+"""Of the GPU that the sizes of work items are chosen for."""
+LONGEST = 4096
+"""Most key tokens of an item on a GPU."""
+SHORT = 512
+"""Items of at most so many key tokens are bound by latency: a GPU runs more of them at once, in smaller steps."""
+
+
+class Cut(NamedTuple):
+    """How to cut one kind of list: into items of at most so many rows and key tokens.
+
+    ``wanted`` pairs a number of items with a length: the fewest key tokens an item are taken that make no more items
+    than that, unless they pass the length; then the next pair decides.
+    """
+
+    rows: int
+    most: int
+    wanted: tuple[tuple[int, int], ...] = ()
+
+    def chunk(self, lengths: Ints) -> int:
+        """Most key tokens an item for lists of these lengths."""
+        length, count = np.unique(lengths, return_counts=True)
+        for items, limit in self.wanted:
+            chunks = np.arange(128, limit + 1, 64)
+            fits = (-(-length[:, None] // chunks) * count[:, None]).sum(0) <= items
+            if fits.any():
+                return int(chunks[np.argmax(fits)])
+        return self.most
+
+
+class Blocks(NamedTuple):
+    """How `flatten` cuts rows × key tokens.
+
+    A node of at least ``shared_length`` key tokens, or ``lone_length`` where one item holds its readers, gets groups
+    of its own; the others are read along the paths of a row tile.
+    """
+
+    shared_length: int
+    lone_length: int
+    shared: Cut
+    lone: Cut
+    paths: Cut
 
 
 class Partition(NamedTuple):
@@ -44,22 +82,104 @@ def by_node(layout: Layout, window: int | None, row_tile: int, chunk: int) -> Pa
     return _by_tokens(layout, window, row_tile, start, end, np.zeros(len(start), bool))
 
 
-def flatten(layout: Layout, window: int | None, row_tile: int, chunk: int) -> Partition:
-    """Even blocks of the depth-first key tokens, with all their readers.
+def blocks(device: torch.device, num_kv_heads: int, group_size: int, row_tile: int | None, chunk: int | None) -> Blocks:
+    """Choose the sizes for `flatten`: on a CPU few operations, on a GPU few partial results and items for one wave.
 
-    A block inside one node needs no mask; only runs of nodes too small for a block of their own are mixed, and never
-    those of two trees: a hidden value that is not finite would still spoil the block's other rows.
+    Measured on an H200: what an item of 64 packed rows saves over one of 16 is worth more than the pairs that it
+    masks, and partial results cost more than reading a node of less than 2,048 key tokens once a tile.
     """
-    length = layout.node_end - layout.node_start
-    small = length < min(SMALL_NODE, chunk)
-    new_tree = np.diff(layout.node_root, prepend=-1) != 0
-    first = np.flatnonzero(~small | np.diff(small, prepend=False) | new_tree)
-    start = layout.node_start[first]
-    end = np.append(start[1:], layout.node_end[-1:])
-    mixed = np.diff(np.append(first, len(length))) > 1
-    limit = np.where(mixed, min(chunk, MIXED_BLOCK), chunk)
-    blocks = -(-(end - start) // limit)
-    return _by_tokens(layout, window, row_tile, *_even(start, end, limit), np.repeat(mixed, blocks))
+    if device.type == "cpu":
+        rows, most = row_tile or 128, chunk or 2048
+        cut = Cut(rows, most)
+        return Blocks(min(64, most), min(64, most), cut, cut, Cut(rows, min(256, most)))
+    narrow, middle, wide = (row_tile or max(1, packed // group_size) for packed in (16, 64, 128))
+    if chunk:
+        return Blocks(2048, 256, Cut(wide, chunk), Cut(narrow, chunk), Cut(middle, chunk))
+    wave = max(1, MULTIPROCESSORS // num_kv_heads)
+    return Blocks(
+        2048,
+        256,
+        Cut(wide, LONGEST, ((wave, LONGEST),)),
+        Cut(narrow, LONGEST, ((2 * wave, LONGEST),)),
+        Cut(middle, LONGEST, ((3 * wave, SHORT), (2 * wave, LONGEST))),
+    )
+
+
+def flatten(layout: Layout, window: int | None, sizes: Blocks) -> Partition:
+    """Row tiles with the key tokens that they see, cut in even blocks.
+
+    A long node is read by tiles of its own readers. All others are read along the paths of a row tile, those key
+    tokens first that all its rows see, so that a row gets few partial results however many nodes are above it. Two
+    trees never share a block: a hidden value that is not finite would still spoil the block's other rows.
+    """
+    length, readers = layout.node_end - layout.node_start, layout.node_high - layout.node_low
+    lone = readers <= sizes.lone.rows
+    own = length >= np.where(lone, sizes.lone_length, sizes.shared_length)
+    long, short = np.flatnonzero(own), np.flatnonzero(~own)
+    which, number, count = _pieces(readers[long], np.where(lone, sizes.lone.rows, sizes.shared.rows)[long])
+    long = long[which]
+    low, readers = layout.node_low[long], readers[long]
+    num_rows = len(layout.row_order)
+    tiles = -(-num_rows // sizes.paths.rows)
+    bounds = np.arange(tiles + 1) * num_rows // tiles
+    first = np.searchsorted(bounds, layout.node_low[short], side="right") - 1
+    last = np.searchsorted(bounds, layout.node_high[short])
+    short, tile = np.repeat(short, last - first), ranges(first, last)
+
+    # Segments: what a row tile sees of a node, mask-free and then masked. A list is all segments of a row tile.
+    node = np.concatenate((long, short))
+    row_low = np.concatenate((low + number * readers // count, bounds[tile]))
+    row_high = np.concatenate((low + (number + 1) * readers // count, bounds[tile + 1]))
+    trees = int(layout.node_root[-1]) + 1
+    own_list = np.concatenate((np.arange(len(long)), len(long) + tile * trees + layout.node_root[short]))
+    start = layout.node_start[node]
+    end = np.minimum(layout.node_end[node], np.searchsorted(layout.kv_low, row_high))
+    free = np.clip(np.searchsorted(layout.kv_low, row_low, side="right"), start, end)
+    free = np.where((layout.node_high[node] < row_high) | (window is not None), start, free)
+    start, end = np.concatenate((start, free)), np.concatenate((free, end))
+    masked = np.repeat((False, True), len(node))
+    node, own_list, row_low, row_high = (np.tile(array, 2) for array in (node, own_list, row_low, row_high))
+    order = np.lexsort((start, masked, own_list))
+    order = order[end[order] > start[order]]
+    node, own_list, row_low, row_high, start, end = (
+        array[order] for array in (node, own_list, row_low, row_high, start, end)
+    )
+
+    # Lists are cut evenly; a part is what an item holds of a segment.
+    offset = indptr(end - start)
+    first = np.flatnonzero(np.diff(own_list, prepend=-1))
+    list_end = np.append(offset[first[1:]], offset[-1])
+    kind = np.where(own_list[first] >= len(long), 2, lone[node[first]])
+    limit = np.zeros_like(list_end)
+    path_cut = sizes.paths
+    if (kind == 0).any():  # the multiprocessors are not for the paths alone
+        path_cut = path_cut._replace(wanted=path_cut.wanted[-1:])
+    for which_kind, cut in enumerate((sizes.shared, sizes.lone, path_cut)):
+        limit[kind == which_kind] = cut.chunk((list_end - offset[first])[kind == which_kind])
+    kv_start, kv_end = _even(offset[first], list_end, limit)
+    part = np.union1d(offset[:-1], kv_start)
+    segment = np.searchsorted(offset, part, side="right") - 1
+    part_start = start[segment] + part - offset[segment]
+    part_end = part_start + np.diff(part, append=offset[-1])
+    head = np.searchsorted(part, kv_start)  # the first part of each item
+    item_low = np.maximum(row_low[segment[head]], np.minimum.reduceat(layout.kv_low[part_start], head))
+    item_high = np.minimum(row_high[segment[head]], np.maximum.reduceat(layout.node_high[node[segment]], head))
+    item = np.repeat(np.arange(len(head)), np.diff(head, append=len(part)))
+    every = (layout.kv_low[part_end - 1] <= item_low[item]) & (layout.node_high[node[segment]] >= item_high[item])
+    free_end = np.minimum.reduceat(np.where(every, kv_end[item], part), head)
+    token = ranges(part_start, part_end)
+    paths = layout._replace(
+        kv_slots=layout.kv_slots[token],
+        kv_low=layout.kv_low[token],
+        kv_high=layout.kv_high[token],
+        kv_position=layout.kv_position[token] if window is not None else layout.kv_position,
+    )
+    # A key token is first read by the tile of its first reader.
+    fresh = part_end - np.clip(np.searchsorted(layout.kv_low, row_low[segment]), part_start, part_end)
+    if window is not None:
+        kv_start, kv_end, free_end = _trim(paths, window, item_low, item_high, kv_start, kv_end)
+    items = _items(item_low, item_high, kv_start, kv_end, free_end, np.arange(len(head)))
+    return Partition(paths, items[kv_start < kv_end], np.add.reduceat(fresh, head))
 
 
 def by_query(layout: Layout, window: int | None, row_tile: int, chunk: int) -> Partition:
@@ -123,16 +243,15 @@ def dense(layout: Layout, window: int | None) -> Partition:
 
 
 def with_words(partition: Partition, window: int | None) -> Partition:
-    """Give each masked item a word a key token, bit i telling whether the item's row i sees it."""
+    """Give each item a word a key token, bit i telling whether the item's row i sees it."""
     layout, items = partition.layout, partition.items.copy()
-    masked = np.flatnonzero(items[:, FREE_END] < items[:, KV_END])
-    chosen = items[masked]
-    token = ranges(chosen[:, KV_START], chosen[:, KV_END])
-    item = np.repeat(np.arange(len(chosen)), chosen[:, KV_END] - chosen[:, KV_START])
-    row = chosen[item, ROW_LOW][:, None] + np.arange(64)[None, :]
-    inside = row < chosen[item, ROW_HIGH][:, None]
+    length = items[:, KV_END] - items[:, KV_START]
+    token = ranges(items[:, KV_START], items[:, KV_END])
+    item = np.repeat(np.arange(len(items)), length)
+    row = items[item, ROW_LOW][:, None] + np.arange(64)[None, :]
+    inside = row < items[item, ROW_HIGH][:, None]
     row = np.minimum(row, len(layout.row_order) - 1)
-    items[masked, MASK] = indptr(chosen[:, KV_END] - chosen[:, KV_START])[:-1]
+    items[:, MASK] = indptr(length)[:-1]
     words = _pack(inside & pairs(layout, window, row, token[:, None])).ravel()
     return partition._replace(items=items, mask_words=words)
 
@@ -140,9 +259,8 @@ def with_words(partition: Partition, window: int | None) -> Partition:
 def in_launch_order(partition: Partition, group_size: int) -> Partition:
     """Sort items so that those of one compiled kernel follow each other, and the longest of them come first."""
     items = partition.items
-    masked = items[:, FREE_END] < items[:, KV_END]
-    wide = (items[:, ROW_HIGH] - items[:, ROW_LOW]) * group_size > 16
-    items = items[np.lexsort((items[:, KV_START] - items[:, KV_END], wide, masked))]
+    width = np.searchsorted((16, 64), (items[:, ROW_HIGH] - items[:, ROW_LOW]) * group_size)
+    items = items[np.lexsort((items[:, KV_START] - items[:, KV_END], -width))]
     items[:, ENTRY] = indptr(items[:, ROW_HIGH] - items[:, ROW_LOW])[:-1]
     return partition._replace(items=items)
 
