@@ -26,8 +26,7 @@ POINTERS = {
     "row_order": "*i32",
     "row_position": "*i32",
     "kv_slots": "*i32",
-    "kv_low": "*i32",
-    "kv_high": "*i32",
+    "kv_readers": "*i64",
     "kv_position": "*i32",
     "indptr": "*i32",
     "entries": "*i32",
@@ -35,13 +34,15 @@ POINTERS = {
     "masks": "*i64",
     "lse": "*fp32",
     "part_lse": "*fp32",
-    "parts": "*fp32",
     "scale_log2": "fp32",
 }
+SHOWN = ("GROUP", "DIM", "PACKED", "TOKENS", "MASK", "WINDOW", "SPLIT")
 ELEMENTS = ("q", "k", "v", "out", "k_new", "v_new")
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], dtype: str, warps: int, **types: str) -> bool:
+def compile_kernel(
+    kernel: Any, constants: dict[str, Any], dtype: str, warps: int, registers: int | None = None, **types: str
+) -> bool:
     """Compile one kernel, print a line about it, and tell whether it spills."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
@@ -56,7 +57,8 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], dtype: str, warps: in
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs=attributes,
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 3})
+    options = {"num_warps": warps, "num_stages": 3, "maxnreg": registers}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not os.access(tool, os.X_OK):
         tool.chmod(0o755)
@@ -68,7 +70,9 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], dtype: str, warps: in
     registers, stack = (int(number) for number in found.groups()) if found else (-1, -1)
     ptx = compiled.asm["ptx"]
     shown = {
-        name: constants[name] for name in ("GROUP", "DIM", "PACKED", "TOKENS", "MASK", "WINDOW") if name in constants
+        name: constants[name]
+        for name in ("GROUP", "DIM", "PACKED", "TOKENS", "MASK", "WINDOW", "SPLIT")
+        if name in constants
     }
     print(
         f"{kernel.__name__:15} {dtype} {shown} warps {warps}: registers {registers} stack {stack} "
@@ -86,20 +90,28 @@ def main() -> None:
     dtype = parser.parse_args().dtype
     print(f"triton {triton.__version__}")
     spills = False
-    shapes = [(16, 0), (64, 0), (64, 1), (64, 2), (16, 3), (64, 4), (128, 0)]
+    parts = "*fp16" if dtype == "fp16" else "*fp32"
     for dim, group in ((128, 4), (64, 3), (256, 4)):
-        wide = dim * (4 if dtype == "fp32" else 2) > 256
-        tile = {"KV_HEADS": 8, "GROUP": group, "DIM": dim, "DIM_PAD": dim, "TOKENS": 32 if wide else 64}
-        tile |= {"DIRECT": False, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "STAGES": 2 if dim > 128 else 3}
-        for packed, mask in shapes if dim == 128 else shapes[1:3]:
+        large = dim * (4 if dtype == "fp32" else 2) > 256
+        tile = {"KV_HEADS": 8, "GROUP": group, "DIM": dim, "DIM_PAD": dim, "DIRECT": False, "ORDERED": True}
+        tile |= {"OVERLAP": True, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "STAGES": 2 if large else 3}
+        # Rows, kind of mask, whether whole steps run without it, key tokens a step, warps, registers.
+        shapes = [(64, 0, True, 64, 4, None), (64, 1, True, 64, 4, None), (128, 0, True, 64, 8, None)]
+        shapes += [(16, 0, False, 64, 4, None), (16, 1, False, 64, 4, None), (16, 3, False, 64, 4, None)]
+        if not large:  # as `_launches` chooses them for short items and for narrow beside wide ones
+            shapes += [(64, mask, split, 32, 4, 168) for mask in (0, 1, 2) for split in (False, True)]
+            shapes += [(128, 0, False, 64, 8, 176), (128, 1, False, 64, 8, 176), (16, 1, False, 32, 2, 160)]
+        if dim == 128:
+            shapes += [(64, 4, False, 64, 8, None)]
+        for packed, mask, split, tokens, warps, registers in shapes:
             kernel = kernels.attend_alone if mask == 4 else kernels.attend_items
-            constants = tile | {"PACKED": packed, "MASK": mask, "WINDOW": dim == 256}
+            constants = tile | {"PACKED": packed, "MASK": mask, "WINDOW": dim == 256, "SPLIT": split}
+            constants["TOKENS"] = min(tokens, 32) if large else tokens
             masks = {"masks": "*u8"} if mask == 4 else {}
-            spills |= compile_kernel(
-                kernel, constants, dtype, 8 if packed > 64 or dim > 128 or mask == 4 else 4, out="*fp32", **masks
-            )
-    merge = {"HEADS": 32, "DIM": 128, "DIM_PAD": 128, "ENTRIES": 4}
-    spills |= compile_kernel(kernels.reduce_entries, merge, dtype, 1)
+            warps = 8 if dim > 128 else warps
+            spills |= compile_kernel(kernel, constants, dtype, warps, registers, out=parts, **masks)
+    merge = {"HEADS": 32, "DIM": 128, "DIM_PAD": 128, "BLOCK": 4, "ENTRIES": 4, "OVERLAP": True}
+    spills |= compile_kernel(kernels.reduce_entries, merge, dtype, 1, parts=parts)
     store = {"DIM": 128, "DIM_PAD": 128, "HEADS": 8, "HEADS_PAD": 8}
     spills |= compile_kernel(kernels.store_rows, store, dtype, 4)
     raise SystemExit(spills)
