@@ -24,6 +24,7 @@ from treewise.attention import kernels
 POINTERS = {
     "items": "*i32",
     "row_order": "*i32",
+    "queries": "*i32",
     "row_position": "*i32",
     "kv_slots": "*i32",
     "kv_readers": "*i64",
@@ -34,9 +35,13 @@ POINTERS = {
     "masks": "*i64",
     "lse": "*fp32",
     "part_lse": "*fp32",
+    "k_scale": "*fp32",
+    "v_scale": "*fp32",
     "scale_log2": "fp32",
+    "cap_log2": "fp32",
+    "largest": "fp32",
 }
-SHOWN = ("GROUP", "DIM", "PACKED", "TOKENS", "MASK", "WINDOW", "SPLIT")
+SHOWN = ("GROUP", "DIM", "PACKED", "TOKENS", "RUN", "MASK", "WINDOW", "CAPPED", "SPLIT")
 ELEMENTS = ("q", "k", "v", "out", "k_new", "v_new")
 
 
@@ -69,11 +74,7 @@ def compile_kernel(
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     registers, stack = (int(number) for number in found.groups()) if found else (-1, -1)
     ptx = compiled.asm["ptx"]
-    shown = {
-        name: constants[name]
-        for name in ("GROUP", "DIM", "PACKED", "TOKENS", "MASK", "WINDOW", "SPLIT")
-        if name in constants
-    }
+    shown = {name: constants[name] for name in SHOWN if name in constants}
     print(
         f"{kernel.__name__:15} {dtype} {shown} warps {warps}: registers {registers} stack {stack} "
         f"shared {compiled.metadata.shared} wgmma {ptx.count('wgmma.mma_async')} "
@@ -93,10 +94,12 @@ def main() -> None:
     parts = "*fp16" if dtype == "fp16" else "*fp32"
     for dim, group in ((128, 4), (64, 3), (256, 4)):
         large = dim * (4 if dtype == "fp32" else 2) > 256
-        tile = {"KV_HEADS": 8, "GROUP": group, "DIM": dim, "DIM_PAD": dim, "DIRECT": False, "ORDERED": True}
+        tile = {"KV_HEADS": 8, "GROUP": group, "DIM": dim, "DIM_PAD": dim, "ORDERED": True}
+        tile |= {"SCALED": False, "CAPPED": dim == 256, "RUN": 1}
         tile |= {"OVERLAP": True, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "STAGES": 2 if large else 3}
         # Rows, kind of mask, whether whole steps run without it, key tokens a step, warps, registers.
         shapes = [(64, 0, True, 64, 4, None), (64, 1, True, 64, 4, None), (128, 0, True, 64, 8, None)]
+        shapes += [(128, 1, True, 64, 8, None)]
         shapes += [(16, 0, False, 64, 4, None), (16, 1, False, 64, 4, None), (16, 3, False, 64, 4, None)]
         if not large:  # as `_launches` chooses them for short items and for narrow beside wide ones
             shapes += [(64, mask, split, 32, 4, 168) for mask in (0, 1, 2) for split in (False, True)]
@@ -105,14 +108,20 @@ def main() -> None:
             shapes += [(64, 4, False, 64, 8, None)]
         for packed, mask, split, tokens, warps, registers in shapes:
             kernel = kernels.attend_alone if mask == 4 else kernels.attend_items
-            constants = tile | {"PACKED": packed, "MASK": mask, "WINDOW": dim == 256, "SPLIT": split}
+            constants = tile | {"PACKED": packed, "MASK": mask, "WINDOW": dim == 256, "SPLIT": 6 * split}
             constants["TOKENS"] = min(tokens, 32) if large else tokens
             masks = {"masks": "*u8"} if mask == 4 else {}
             warps = 8 if dim > 128 else warps
-            spills |= compile_kernel(kernel, constants, dtype, warps, registers, out=parts, **masks)
+            spills |= compile_kernel(kernel, constants, dtype, warps, registers, parts=parts, **masks)
+        if not large:
+            for run, pool in ((64, dtype), (1, "fp8e4nv"), (16, "fp8e4nv")):
+                constants = tile | {"PACKED": 64, "TOKENS": 64, "MASK": 1, "WINDOW": False, "SPLIT": 6, "RUN": run}
+                constants["SCALED"] = pool != dtype
+                pools = {"k": f"*{pool}", "v": f"*{pool}"}
+                spills |= compile_kernel(kernels.attend_items, constants, dtype, 4, parts=parts, **pools)
     merge = {"HEADS": 32, "DIM": 128, "DIM_PAD": 128, "BLOCK": 4, "ENTRIES": 4, "OVERLAP": True}
     spills |= compile_kernel(kernels.reduce_entries, merge, dtype, 1, parts=parts)
-    store = {"DIM": 128, "DIM_PAD": 128, "HEADS": 8, "HEADS_PAD": 8}
+    store = {"DIM": 128, "DIM_PAD": 128, "HEADS": 8, "HEADS_PAD": 8, "SCALED": False, "LIMITED": False}
     spills |= compile_kernel(kernels.store_rows, store, dtype, 4)
     raise SystemExit(spills)
 

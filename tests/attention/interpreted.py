@@ -5,6 +5,7 @@ Triton decides when it is imported whether its functions are interpreted, so thi
 
 from __future__ import annotations
 
+import checks
 import pytest
 import torch
 from matrix import SMALL_TREES, cases, inputs, relative_error
@@ -30,6 +31,26 @@ def test_the_kernels_agree_with_the_reference(case, window):
 def test_half_precision_stays_within_its_bound(case):
     plan, reference, q, k, v = inputs(case, None, torch.float16, row_tile=4, chunk=128)
     assert relative_error(run_plan(plan, q, k, v, backend="triton"), run_plan(reference, q, k, v)) < 5e-4
+
+
+@pytest.mark.parametrize("method", ["deft:flatten", "radix", "specinfer", "vanilla", "medusa"])
+def test_scores_are_capped(method):
+    checks.scores_are_capped(method, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("method", ["deft:flatten", "radix", "medusa"])
+def test_keys_and_values_may_have_eight_bits(method):
+    checks.eight_bits_are_read(method, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("run", [16, 64])
+def test_slots_come_in_runs(run):
+    checks.slots_come_in_runs(run, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("method", checks.INTERVAL_METHODS)
+def test_buffers_take_one_plan_after_another(method):
+    checks.buffers_take_one_plan_after_another(method, "cpu", torch.float32)
 
 
 def test_bfloat16_is_refused():

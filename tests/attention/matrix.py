@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from treewise.attention import METHODS, TreeSpec, plan_tree
+from treewise.attention import METHODS, TreeSpec, plan_tree, store_kv
 
 HEADS = [(9, 3), (14, 2), (8, 8), (16, 1), (7, 1)]
 HEAD_DIMS = [56, 64, 80, 128, 256]
@@ -131,11 +131,24 @@ def ancestor_mask(tree: TreeSpec, window: int | None = None) -> np.ndarray:
     return seen
 
 
-def dense_attention(tree, slots, q, k, v, scale, window=None):
+def eight_bit_pools(size: int, num_kv_heads: int, head_dim: int, device="cpu"):
+    """Fill 8-bit pools through `store_kv`; return them, their factors, and what they hold in single precision."""
+    wide = [torch.randn(size, num_kv_heads, head_dim, device=device) for _ in range(2)]
+    wide[1][0, 0, 0] = 1e6  # does not fit
+    pools = [torch.empty(pool.shape, dtype=torch.float8_e4m3fn, device=device) for pool in wide]
+    factors = [torch.rand(num_kv_heads, device=device) + 0.5 for _ in range(2)]
+    store_kv(*wide, *pools, torch.arange(size, device=device), k_scale=factors[0], v_scale=factors[1])
+    held = [pool.float() * factor[:, None] for pool, factor in zip(pools, factors, strict=True)]
+    return pools, factors, held
+
+
+def dense_attention(tree, slots, q, k, v, scale, window=None, soft_cap=None):
     """Plain softmax attention in double precision under the explicit mask of `ancestor_mask`."""
     group = q.shape[1] // k.shape[1]
     keys, values = (pool[torch.as_tensor(slots)].double().repeat_interleave(group, dim=1) for pool in (k, v))
     scores = torch.einsum("qhd,thd->qht", q.double(), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     seen = torch.from_numpy(ancestor_mask(tree, window))
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     return torch.einsum("qht,thd->qhd", torch.softmax(scores, -1), values), torch.logsumexp(scores, -1)

@@ -165,7 +165,7 @@ def test_tensors_that_do_not_fit_the_plan_are_refused():
         ((q[:, :3], k, v), r"q must be \[queries, heads, head_dim\] = \[1, 4, 16\]; it is \[1, 3, 16\]"),
         ((q, k[:, :1], v[:, :1]), r"\['slots', 2, 16\]"),
         ((q, k[:8], v[:8]), "hold 8 slots; the plan reads up to slot 8"),
-        ((q.double(), k, v), "of the plan's dtype torch.float32"),
+        ((q.double(), k, v), "q must be of the plan's dtype torch.float32"),
     ]:
         with pytest.raises(ValueError, match=message):
             run_plan(plan, *arguments)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import PARTITIONS, TREES, cases, dense_attention, inputs, place, relative_error
+from matrix import PARTITIONS, TREES, cases, dense_attention, eight_bit_pools, inputs, place, relative_error
 
-from treewise.attention import plan_tree, run_plan
+from treewise.attention import TreeSpec, plan_tree, run_plan
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -59,3 +59,55 @@ def test_half_precision_stays_within_its_bound(case, dtype, bound):
     out = run_plan(plan, q, k, v)
     assert out.dtype == dtype
     assert relative_error(out, run_plan(reference, q, k, v)) < bound
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("method", "mask"), PARTITIONS)
+def test_scores_are_capped(method, mask, backend):
+    spec = TREES[5]()
+    q, k, v = (torch.randn(n, h, 16) for n, h in ((spec.num_queries, 4), (spec.num_tokens, 2), (spec.num_tokens, 2)))
+    expected, expected_lse = dense_attention(spec, range(spec.num_tokens), q, k, v, 2.0, soft_cap=3.0)
+    plan = plan_tree(spec, method, mask=mask, num_heads=4, num_kv_heads=2, head_dim=16)
+    out, lse = run_plan(plan, q, k, v, scale=2.0, soft_cap=3.0, return_lse=True, backend=backend)
+    assert relative_error(out, expected) < 3e-6
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="soft_cap is 0; it must be above 0"):
+        run_plan(plan, q, k, v, soft_cap=0, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("method", ["deft:flatten", "deft:node", "radix", "specinfer", "medusa"])
+def test_keys_and_values_may_have_eight_bits(method, backend):
+    spec = TREES[5]()
+    (k, v), (k_scale, v_scale), held = eight_bit_pools(spec.num_tokens, 2, 16)
+    assert held[1].abs().max() < 1000
+    q = torch.randn(spec.num_queries, 4, 16)
+    expected, expected_lse = dense_attention(spec, range(spec.num_tokens), q, *held, 0.25)
+    plan = plan_tree(spec, method, num_heads=4, num_kv_heads=2, head_dim=16, kv_dtype=torch.float8_e4m3fn)
+    options = {"k_scale": k_scale, "v_scale": v_scale, "backend": backend}
+    out, lse = run_plan(plan, q, k, v, return_lse=True, **options)
+    assert relative_error(out, expected) < 3e-6
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    assert plan.io().kv == plan_tree(spec, method, num_heads=4, num_kv_heads=2, head_dim=16).io().kv // 4
+    with pytest.raises(ValueError, match=r"k and v of its kv_dtype torch\.float8_e4m3fn"):
+        run_plan(plan, q, *held, **options)
+    with pytest.raises(ValueError, match=r"k_scale must be float32 \[kv_heads\] = \[2\]; it is torch.float64 \[2\]"):
+        run_plan(plan, q, k, v, k_scale=k_scale.double())
+
+
+@pytest.mark.parametrize("method", ["deft:flatten", "deft:node_chunk", "radix"])
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_plan_with_room_follows_its_branches(method, window):
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "window": window}
+    k, v = torch.randn(400, 2, 16), torch.randn(400, 2, 16)
+    plan = plan_tree(TreeSpec([-1, 0, 0], [90, 5, 30], [2, 1]), method, room=2, **shape)
+    for step in range(3):
+        if step:
+            plan.grow([200 + step, 300 + step])
+        tree = TreeSpec([-1, 0, 0], [90, 5 + step, 30 + step], [2, 1])
+        slots = [*range(95), *range(301, 301 + step), *range(95, 125), *range(201, 201 + step)]
+        q = torch.randn(2, 4, 16)
+        expected, expected_lse = dense_attention(tree, slots, q, k, v, 0.25, window)
+        out, lse = run_plan(plan, q, k, v, return_lse=True)
+        assert relative_error(out, expected) < 3e-6
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)

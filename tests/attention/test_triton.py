@@ -8,14 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checks
 import pytest
 import torch
+from checks import BOUNDS
 from matrix import TREES, cases, inputs, place, relative_error
 
 from treewise.attention import TreeSpec, plan_tree, run_plan, store_kv
 
 HERE = Path(__file__).parent
-BOUNDS = {torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -67,6 +68,46 @@ class TestOnGPU:
             pool.normal_()
         graph.replay()
         assert torch.equal(out, run_plan(plan, q, k, v))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("method", ["deft:flatten", "deft:node", "radix", "specinfer", "vanilla", "medusa"])
+    def test_scores_are_capped(self, method, dtype):
+        checks.scores_are_capped(method, "cuda", dtype)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("method", ["deft:flatten", "deft:node", "radix", "specinfer", "medusa"])
+    def test_keys_and_values_may_have_eight_bits(self, method, dtype):
+        checks.eight_bits_are_read(method, "cuda", dtype)
+
+    @pytest.mark.parametrize("run", [1, 16, 32, 64])
+    def test_slots_come_in_runs(self, run):
+        checks.slots_come_in_runs(run, "cuda", torch.float16)
+
+    @pytest.mark.parametrize("method", checks.INTERVAL_METHODS)
+    def test_a_captured_graph_takes_one_plan_after_another(self, method):
+        def replay(run):
+            run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            return graph.replay
+
+        checks.buffers_take_one_plan_after_another(method, "cuda", torch.float16, replay)
+
+    @pytest.mark.parametrize("method", ["deft:flatten", "deft:node", "radix"])
+    def test_large_trees_of_many_shapes(self, method):
+        wide = TreeSpec([-1] + [0] * 5000, [300] + [1] * 5000, range(1, 5001))
+        deep = TreeSpec(range(-1, 4095), [1] * 4096, [4095, 17, 2000])
+        ragged = TreeSpec(
+            [-1, *((n - 1) // 3 for n in range(1, 1400))], [n % 7 for n in range(1, 1401)], range(400, 1400)
+        )
+        for tree in (wide, deep, ragged):
+            slots = torch.randperm(tree.num_tokens + 9)[: tree.num_tokens]
+            shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "slots": slots, "dtype": torch.float16}
+            plan = plan_tree(tree, method, device="cuda", **shape)
+            q = torch.randn(tree.num_queries, 8, 64, dtype=torch.float16, device="cuda")
+            k, v = (torch.randn(tree.num_tokens + 9, 2, 64, dtype=torch.float16, device="cuda") for _ in range(2))
+            checks.agrees(plan, q, k, v)
 
     def test_offsets_pass_two_to_the_31(self):
         slots = torch.tensor([5, 2**31 // 1024 + 7], device="cuda")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from treewise.attention.backend import AttentionBackend, AttentionSpec
+from treewise.attention.backend import AttentionBackend, AttentionSpec, Scoring
 from treewise.attention.cpu import CPUBackend
 from treewise.attention.reference import ReferenceBackend
 from treewise.plan import METHODS, Plan, TreeSpec, plan_tree
@@ -63,6 +63,9 @@ def run_plan(
     v: torch.Tensor,
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -78,6 +81,10 @@ def run_plan(
         The pool of keys and values.
     scale : float, optional
         Factor of the scores, above 0; default ``head_dim ** -0.5``.
+    soft_cap : float, optional
+        Above 0: scores become ``soft_cap * tanh(scores / soft_cap)``, as Gemma 2 has them.
+    k_scale, v_scale : Tensor [kv_heads], float32, optional
+        Factors of the stored keys and values, as `store_kv` divided by them.
     return_lse : bool
         Also return the natural logarithm of each query's sum of exponentials.
     backend : str, optional
@@ -94,17 +101,28 @@ def run_plan(
     """
     _check(plan, q, k, v)
     scale = plan.head_dim**-0.5 if scale is None else scale
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}; it must be above 0")
+    for name, value in (("scale", scale), ("soft_cap", soft_cap)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
+    _check_factors(k, k_scale, v_scale)
     chosen = get_backend(backend or plan.backend, q.device)
     reasons = chosen.unsupported(AttentionSpec.of(plan))
     if reasons:
         raise ValueError(f"backend {chosen.name!r} cannot run this plan: {'; '.join(reasons)}")
-    out, lse = chosen.run(plan, q, k, v, scale, return_lse)
+    out, lse = chosen.run(plan, q, k, v, Scoring(scale, soft_cap, k_scale, v_scale), return_lse)
     return out if not return_lse or lse is None else (out, lse)
 
 
-def store_kv(k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+def store_kv(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
     """Write the keys and values of new rows into the pool.
 
     Parameters
@@ -115,6 +133,9 @@ def store_kv(k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch
         The pool, written in place.
     slots : [rows], int64
         Where each row goes. A slot that repeats, such as the scratch slot, ends with one of its rows.
+    k_scale, v_scale : Tensor [kv_heads], float32, optional
+        What keys and values are divided by on their way into an 8-bit pool; what does not fit becomes the largest
+        number that does.
     """
     if slots.dtype != torch.int64:
         raise ValueError(f"slots must be int64; they are {slots.dtype}")
@@ -123,7 +144,8 @@ def store_kv(k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch
             f"k_new and v_new must be [rows, kv_heads, head_dim] = {[len(slots), *k.shape[1:]]}; "
             f"they are {list(k_new.shape)} and {list(v_new.shape)}"
         )
-    get_backend(None, k.device).store(k_new, v_new, k, v, slots)
+    _check_factors(k, k_scale, v_scale)
+    get_backend(None, k.device).store(k_new, v_new, k, v, slots, k_scale, v_scale)
 
 
 def _check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -137,9 +159,18 @@ def _check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Non
         )
     if len(k) < plan.num_slots:
         raise ValueError(f"k and v hold {len(k)} slots; the plan reads up to slot {plan.num_slots - 1}")
-    if not q.dtype == k.dtype == v.dtype == plan.dtype:
+    if q.dtype != plan.dtype or not k.dtype == v.dtype == plan.kv_dtype:
         raise ValueError(
-            f"q, k and v must be of the plan's dtype {plan.dtype}; they are {q.dtype}, {k.dtype}, {v.dtype}"
+            f"q must be of the plan's dtype {plan.dtype}, k and v of its kv_dtype {plan.kv_dtype}; "
+            f"they are {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if not q.device.type == k.device.type == v.device.type == plan.device.type:
         raise ValueError(f"q, k and v must be on {plan.device}; they are on {q.device}, {k.device}, {v.device}")
+
+
+def _check_factors(k: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
+    for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if factor is not None and (factor.dtype, *factor.shape) != (torch.float32, k.shape[1]):
+            raise ValueError(
+                f"{name} must be float32 [kv_heads] = [{k.shape[1]}]; it is {factor.dtype} {list(factor.shape)}"
+            )

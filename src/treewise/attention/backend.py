@@ -9,6 +9,9 @@ import torch
 
 from treewise.plan import Plan
 
+FP8 = torch.float8_e4m3fn
+"""The 8-bit element type that keys and values may have."""
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -19,13 +22,64 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     window: int | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> AttentionSpec:
         """Tell what a plan needs."""
-        return cls(plan.method, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype, plan.device, plan.window)
+        return cls(
+            plan.method, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.dtype, plan.kv_dtype, plan.device,
+            plan.window,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What is done to scores and values besides the softmax.
+
+    Attributes
+    ----------
+    scale : float
+        Factor of the scores.
+    soft_cap : float or None
+        Scores become ``soft_cap * tanh(scores / soft_cap)``.
+    k_scale, v_scale : Tensor [kv_heads], float32, or None
+        Factors of the stored keys and values.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    def cap(self, scores: torch.Tensor) -> torch.Tensor:
+        """Cap scaled scores."""
+        return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
+
+
+def read(
+    pool: torch.Tensor, slots: slice | torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Read slots of a pool as [slots, kv_heads, dim] of a wider type, times the factor of each KV head."""
+    if isinstance(slots, slice):
+        tokens = pool[slots]
+    elif pool.dtype == FP8:  # not every operation knows the type
+        tokens = pool.view(torch.uint8).index_select(0, slots).view(FP8)
+    else:
+        tokens = pool.index_select(0, slots)
+    wide = tokens.to(dtype)
+    return wide if factor is None else wide * factor.to(dtype)[:, None]
+
+
+def quantise(rows: torch.Tensor, pool: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """Turn new rows [rows, kv_heads, dim] into the pool's type; what is too large for 8 bits becomes the largest."""
+    if factor is not None:
+        rows = rows.float() / factor[:, None]
+    if pool.dtype == FP8:
+        rows = rows.float().clamp(-torch.finfo(FP8).max, torch.finfo(FP8).max)
+    return rows.to(pool.dtype)
 
 
 class AttentionBackend(Protocol):
@@ -37,11 +91,18 @@ class AttentionBackend(Protocol):
         """Reasons why this backend cannot serve the spec; empty when it can."""
 
     def run(
-        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, return_lse: bool
+        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, return_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `treewise.attention.run_plan`. Returns the output and the LSE, None unless asked for or free."""
 
     def store(
-        self, k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+        self,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         """Write new rows into the pool; see `treewise.attention.store_kv`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from treewise.attention.backend import AttentionSpec
+from treewise.attention.backend import FP8, AttentionSpec, Scoring, quantise, read
 from treewise.plan import Plan
 from treewise.plan.data import ENTRY, FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
 from treewise.plan.spec import Ints
@@ -26,31 +26,34 @@ MERGE = 1 << 22
 
 @dataclass(frozen=True)
 class _Item:
-    """One item that runs alone."""
+    """One item that runs alone. Its places are those of its results, see `_Work`."""
 
     rows: slice
     slots: slice | torch.Tensor
     free: int  # leading key tokens that need no mask
     hidden: torch.Tensor | None  # [rows, key tokens after those]
-    entries: slice
+    places: slice
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Items of about one shape, padded; a padded row writes to the spare entry, a padded key token is hidden."""
+    """Items of about one shape, padded; a padded row writes to the spare place, a padded key token is hidden."""
 
     rows: torch.Tensor  # [items, rows]
     slots: torch.Tensor  # [items, tokens]
     hidden: torch.Tensor | None  # [items, rows, tokens]
-    entries: torch.Tensor  # [items * rows]
+    places: torch.Tensor  # [items * rows]
 
 
 @dataclass(frozen=True)
 class _Work:
+    """Results have a place each: first those of the rows, then the partial ones, then a spare one."""
+
     order: torch.Tensor  # [rows]
     alone: list[_Item]
     batches: list[_Batch]
-    merge: torch.Tensor  # [rows, most entries a row], padded with the spare entry
+    merged: torch.Tensor  # [merged rows]
+    merge: torch.Tensor  # [merged rows, most partial results a row], places, padded with the spare one
 
 
 class CPUBackend:
@@ -63,22 +66,25 @@ class CPUBackend:
         return [] if spec.device.type == "cpu" else [f"it runs on a CPU, not on {spec.device}"]
 
     def run(
-        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, return_lse: bool
+        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, return_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `AttentionBackend`."""
         work = plan.prepared.get(self.name)
         if work is None:
             work = plan.prepared[self.name] = _prepare(plan)
         kv_heads, dim = plan.num_kv_heads, plan.head_dim
-        rows = q.index_select(0, work.order).float().mul_(scale).view(plan.num_rows, kv_heads, -1, dim)
-        spare = plan.num_entries
-        out = torch.empty((spare + 1, *rows.shape[1:]))  # [entries, kv_heads, group, dim]
+        rows = q.index_select(0, work.order).float().mul_(scoring.scale).view(plan.num_rows, kv_heads, -1, dim)
+        if scoring.k_scale is not None:
+            rows *= scoring.k_scale[:, None, None]
+        spare = plan.num_rows + plan.num_entries
+        out = torch.empty((spare + 1, *rows.shape[1:]))  # [places, kv_heads, group, dim]
         lse = torch.empty(out.shape[:-1])
         for item in work.alone:
             mine = rows[item.rows].transpose(0, 1)  # [kv_heads, rows, group, dim]
-            keys, values = (_read(pool, item.slots).transpose(0, 1) for pool in (k, v))  # [kv_heads, tokens, dim]
-            part, part_lse = _attend(mine, keys, values, item.hidden, item.free)
-            out[item.entries], lse[item.entries] = part.transpose(0, 1), part_lse.transpose(0, 1)
+            # [kv_heads, tokens, dim]
+            keys, values = (read(pool, item.slots, None, torch.float32).transpose(0, 1) for pool in (k, v))
+            part, part_lse = _attend(mine, keys, values, item.hidden, item.free, scoring)
+            out[item.places], lse[item.places] = part.transpose(0, 1), part_lse.transpose(0, 1)
         for batch in work.batches:
             count = len(batch.slots)
             mine = rows[batch.rows].transpose(1, 2).flatten(0, 1)  # [items * kv_heads, rows, group, dim]
@@ -86,27 +92,46 @@ class CPUBackend:
             hidden = batch.hidden
             if hidden is not None and kv_heads > 1:
                 hidden = hidden[:, None].expand(-1, kv_heads, -1, -1).flatten(0, 1)
-            part, part_lse = _attend(mine, keys, values, hidden, 0)
+            part, part_lse = _attend(mine, keys, values, hidden, 0, scoring)
             shape = (count, kv_heads, *part.shape[1:])
-            out[batch.entries] = part.view(shape).transpose(1, 2).flatten(0, 1)
-            lse[batch.entries] = part_lse.view(shape[:-1]).transpose(1, 2).flatten(0, 1)
+            out[batch.places] = part.view(shape).transpose(1, 2).flatten(0, 1)
+            lse[batch.places] = part_lse.view(shape[:-1]).transpose(1, 2).flatten(0, 1)
         out[spare], lse[spare] = 0, -torch.inf  # after padded rows wrote to it
-        merged, merged_lse = _merge(out, lse, work.merge)
+        if len(work.merged):
+            out[work.merged], lse[work.merged] = _merge(out, lse, work.merge)
+        out, lse = out[: plan.num_rows], lse[: plan.num_rows]
+        if scoring.v_scale is not None:
+            out *= scoring.v_scale[:, None, None]
         result, result_lse = torch.empty_like(q), torch.empty(q.shape[:2])
-        result[work.order] = merged.flatten(1, 2).to(q.dtype)
-        result_lse[work.order] = merged_lse.flatten(1, 2)
+        result[work.order] = out.flatten(1, 2).to(q.dtype)
+        result_lse[work.order] = lse.flatten(1, 2)
         return result, result_lse
 
     def store(
-        self, k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+        self,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionBackend`."""
-        k.index_copy_(0, slots, k_new.to(k.dtype))
-        v.index_copy_(0, slots, v_new.to(v.dtype))
+        for new, pool, factor in ((k_new, k, k_scale), (v_new, v, v_scale)):
+            rows = quantise(new, pool, factor)
+            if pool.dtype == FP8:  # not every operation knows the type
+                rows, pool = rows.view(torch.uint8), pool.view(torch.uint8)
+            pool.index_copy_(0, slots, rows)
 
 
 def _attend(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None, free: int
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor | None,
+    free: int,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from rows [batch, rows, group, dim], already scaled, to keys and values [batch, tokens, dim].
 
@@ -115,6 +140,7 @@ def _attend(
     """
     shape = rows.shape
     scores = torch.bmm(rows.reshape(shape[0], -1, shape[-1]), keys.transpose(1, 2))  # [batch, rows * group, tokens]
+    scores = scoring.cap(scores)
     if hidden is not None:
         scores.view(*shape[:-1], -1)[..., free:].masked_fill_(hidden.unsqueeze(-2), -torch.inf)
     top = scores.amax(-1)
@@ -129,25 +155,18 @@ def _attend(
     return torch.bmm(weights, values).view(shape), lse.view(shape[:-1])
 
 
-def _read(pool: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
-    tokens = pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)
-    return tokens.float()
-
-
 def _gather(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Gather slots [items, tokens] of a pool as [items * kv_heads, tokens, dim]."""
     (items, tokens), (_, heads, dim) = slots.shape, pool.shape
     if heads > 1 and pool.is_contiguous():  # by head, which saves a second copy
         by_head = slots[:, None] * heads + torch.arange(heads)[:, None]
-        return pool.view(-1, dim).index_select(0, by_head.flatten()).view(items * heads, tokens, dim).float()
-    gathered = pool.index_select(0, slots.flatten()).view(items, tokens, heads, dim)
-    return gathered.transpose(1, 2).reshape(items * heads, tokens, dim).float()
+        return read(pool.view(-1, dim), by_head.flatten(), None, torch.float32).view(items * heads, tokens, dim)
+    gathered = read(pool, slots.flatten(), None, torch.float32).view(items, tokens, heads, dim)
+    return gathered.transpose(1, 2).reshape(items * heads, tokens, dim)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge each row's entries [rows, most]; an entry of LSE -inf changes nothing."""
-    if entries.shape[1] == 1:
-        return out[entries[:, 0]], lse[entries[:, 0]]
+    """Merge each row's places [rows, most]; one of LSE -inf changes nothing."""
     merged, merged_lse = [], []
     for some in entries.split(max(1, MERGE // (entries.shape[1] * out[0].numel()))):
         parts = lse[some]  # [rows, most, kv_heads, group]
@@ -176,18 +195,20 @@ def _prepare(plan: Plan) -> _Work:
             batches.append(_batch(plan, members[first : first + size], int(most_rows), int(most_tokens)))
     counts = np.diff(plan.reduce_indptr)
     most = int(counts.max(initial=1))
-    merge = np.full((plan.num_rows, max(1, most)), plan.num_entries)
-    merge[np.arange(max(1, most)) < counts[:, None]] = plan.reduce_entries
+    merge = np.full((len(counts), most), plan.num_rows + plan.num_entries)
+    merge[np.arange(most) < counts[:, None]] = plan.num_rows + plan.reduce_entries
     return _Work(
         order=torch.from_numpy(plan.row_order.astype(np.int64)),
         alone=[_item(plan, item, slots) for item in np.flatnonzero(alone).tolist()],
         batches=batches,
+        merged=torch.from_numpy(plan.reduce_rows.astype(np.int64)),
         merge=torch.from_numpy(merge),
     )
 
 
 def _item(plan: Plan, number: int, slots: torch.Tensor) -> _Item:
     row_low, row_high, start, end, free, entry = plan.items[number, :6].tolist()
+    place = row_low if entry < 0 else plan.num_rows + entry
     mine: slice | torch.Tensor = slots[start:end]
     if (
         plan.kv_slots[end - 1] - plan.kv_slots[start] == end - 1 - start
@@ -197,7 +218,7 @@ def _item(plan: Plan, number: int, slots: torch.Tensor) -> _Item:
     hidden = None
     if free < end:
         hidden = torch.from_numpy(~plan.visible(number)[:, free - start :])
-    return _Item(slice(row_low, row_high), mine, free - start, hidden, slice(entry, entry + row_high - row_low))
+    return _Item(slice(row_low, row_high), mine, free - start, hidden, slice(place, place + row_high - row_low))
 
 
 def _batch(plan: Plan, members: Ints, most_rows: int, most_tokens: int) -> _Batch:
@@ -206,7 +227,8 @@ def _batch(plan: Plan, members: Ints, most_rows: int, most_tokens: int) -> _Batc
     token = items[:, KV_START, None] + np.arange(most_tokens)
     no_row, no_token = row >= items[:, ROW_HIGH, None], token >= items[:, KV_END, None]
     row, token = np.where(no_row, items[:, ROW_LOW, None], row), np.where(no_token, items[:, KV_START, None], token)
-    entry = items[:, ENTRY, None] + np.arange(most_rows)
+    first = np.where(items[:, ENTRY] < 0, items[:, ROW_LOW], plan.num_rows + items[:, ENTRY])
+    places = np.where(no_row, plan.num_rows + plan.num_entries, first[:, None] + np.arange(most_rows))
     hidden = None
     if no_token.any() or (items[:, FREE_END] < items[:, KV_END]).any():
         hidden = np.repeat(no_token[:, None], most_rows, axis=1)
@@ -218,7 +240,7 @@ def _batch(plan: Plan, members: Ints, most_rows: int, most_tokens: int) -> _Batc
         rows=torch.from_numpy(row.astype(np.int64)),
         slots=torch.from_numpy(plan.kv_slots[token].astype(np.int64)),
         hidden=None if hidden is None else torch.from_numpy(hidden),
-        entries=torch.from_numpy(np.where(no_row, plan.num_entries, entry).ravel()),
+        places=torch.from_numpy(places.ravel()),
     )
 
 

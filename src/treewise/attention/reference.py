@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from treewise.attention.backend import AttentionSpec
+from treewise.attention.backend import AttentionSpec, Scoring, quantise, read
 from treewise.plan import Plan
 from treewise.plan.data import KV_END, KV_START, ROW_HIGH, ROW_LOW
 
@@ -20,7 +20,7 @@ class ReferenceBackend:
         return []
 
     def run(
-        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, return_lse: bool
+        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, return_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `AttentionBackend`."""
         order = torch.from_numpy(plan.row_order).long().to(q.device)
@@ -31,9 +31,11 @@ class ReferenceBackend:
         for number, item in enumerate(plan.items):
             mine = slice(item[ROW_LOW], item[ROW_HIGH])
             slots = torch.from_numpy(plan.kv_slots[item[KV_START] : item[KV_END]].astype(np.int64)).to(q.device)
-            keys = k[slots].double().repeat_interleave(group_size, dim=1)  # [tokens, heads, dim]
-            values = v[slots].double().repeat_interleave(group_size, dim=1)
-            scores = torch.einsum("rhd,thd->rht", rows[mine], keys) * scale
+            keys, values = (
+                read(pool, slots, factor, torch.float64).repeat_interleave(group_size, dim=1)  # [tokens, heads, dim]
+                for pool, factor in ((k, scoring.k_scale), (v, scoring.v_scale))
+            )
+            scores = scoring.cap(torch.einsum("rhd,thd->rht", rows[mine], keys) * scoring.scale)
             seen = torch.from_numpy(plan.visible(number)).to(q.device)
             scores = scores.masked_fill(~seen[:, None, :], -torch.inf)
             part_lse = torch.logsumexp(scores, dim=-1)
@@ -45,11 +47,19 @@ class ReferenceBackend:
         return result, result_lse
 
     def store(
-        self, k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+        self,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionBackend`."""
+        new_k, new_v = quantise(k_new, k, k_scale), quantise(v_new, v, v_scale)
         for row, slot in enumerate(slots.tolist()):
-            k[slot], v[slot] = k_new[row], v_new[row]
+            k[slot], v[slot] = new_k[row], new_v[row]
 
 
 def merge(

@@ -12,10 +12,14 @@ import torch
 import triton
 
 from treewise.attention import kernels
-from treewise.attention.backend import AttentionSpec
+from treewise.attention.backend import FP8, AttentionSpec, Scoring, read
 from treewise.plan import Plan
 from treewise.plan.data import FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
-from treewise.plan.partition import MULTIPROCESSORS, SHORT
+from treewise.plan.layout import ranges
+from treewise.plan.partition import SHORT, multiprocessors
+from treewise.plan.spec import Ints
+
+LOG2_E = kernels.LOG2_E.value
 
 MASK_KINDS = {
     "intervals": kernels.INTERVALS,
@@ -29,7 +33,7 @@ SPLIT = (12, 6)
 """Steps without masks from which a loop of their own pays, beside unmasked and beside masked steps."""
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """A run of items that one compiled kernel serves, and how it is compiled."""
 
     first: int
@@ -40,13 +44,14 @@ class _Launch(NamedTuple):
     stages: int
     warps: int
     registers: int | None = None  # most a thread
-    split: bool = False
+    split: int = 0  # fewest steps for a loop without masks; 0: there is none
+    run: int = 1  # slots are consecutive in runs of so many key tokens from an item's start
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """What a plan comes down to: launches of the attention kernel, and the shape of the merge."""
 
-    launches: list[_Launch]
+    launches: tuple[Launch, ...]
     ordered: bool  # rows are in the caller's order
     entries: int
     block: int
@@ -69,63 +74,99 @@ class TritonBackend:
             reasons.append(f"head_dim is {spec.head_dim}; its kernels hold up to 256")
         if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             reasons.append(f"dtype is {spec.dtype}; it takes float32, float16 and bfloat16")
+        if spec.kv_dtype not in (spec.dtype, FP8):
+            reasons.append(f"kv_dtype is {spec.kv_dtype}; it takes the queries' dtype and {FP8}")
         return reasons
 
     def run(
-        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, return_lse: bool
+        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, return_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `AttentionBackend`."""
         if plan.method == "medusa":
-            return _unfused(plan, q, k, v, scale, return_lse)
+            return _unfused(plan, q, k, v, scoring, return_lse)
         q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
+        work = prepare(plan)
+        merged = len(plan.reduce_rows) > 0
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        parts, part_lse = out, lse
-        if not plan.direct:
-            # Rounded to bfloat16 on the way, results would be off by more than its own rounding.
-            dtype = torch.float16 if q.dtype == torch.float16 else torch.float32
-            parts = torch.empty((plan.num_entries, *q.shape[1:]), dtype=dtype, device=q.device)
-            part_lse = torch.empty(parts.shape[:2], dtype=torch.float32, device=q.device)
-        work = plan.prepared.get(self.name)
-        if work is None:
-            work = plan.prepared[self.name] = _prepare(plan)
+        # Rounded to bfloat16 on the way, results would be off by more than its own rounding.
+        dtype = torch.float16 if q.dtype == torch.float16 else torch.float32
+        parts = torch.empty((plan.num_entries, *q.shape[1:]), dtype=dtype, device=q.device)
+        part_lse = torch.empty(parts.shape[:2], dtype=torch.float32, device=q.device)
         on = plan.tensors
         dim_pad = max(16, triton.next_power_of_2(plan.head_dim))
         # Kernels whose launch depends on the one before may start while it still runs; only the merge waits for all.
-        kernels_run = len(work.launches) + (not plan.direct)
-        overlap = kernels_run > 1 and plan.method != "vanilla" and _has_dependent_launch(q.device)
+        overlap = len(work.launches) + merged > 1 and plan.method != "vanilla" and _has_dependent_launch(q.device)
         kernel = kernels.attend_alone if plan.method == "vanilla" else kernels.attend_items
+        k_scale, v_scale = _factors(scoring, k)
+        scale_log2 = scoring.scale * LOG2_E
+        if scoring.soft_cap is not None:
+            scale_log2 *= 2 / scoring.soft_cap
         for number, launch in enumerate(work.launches):
             kernel[(launch.num_items * plan.num_kv_heads,)](
-                q, k, v, parts, part_lse, on["items"], on["row_order"], on["row_position"], on["kv_slots"],
-                on["kv_readers"], on["kv_position"],
+                q, k, v, k_scale, v_scale, out, lse, parts, part_lse,
+                on["items"], on["row_order"], on["row_position"], on["kv_slots"], on["kv_readers"], on["kv_position"],
                 on["mask_dense"].view(torch.uint8) if plan.mask == "dense" else on["mask_words"],
-                launch.first, len(plan.kv_slots), scale * kernels.LOG2_E.value, plan.window or 0,
+                launch.first, len(plan.kv_slots), scale_log2, (scoring.soft_cap or 0.0) * LOG2_E, plan.window or 0,
                 q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
                 KV_HEADS=plan.num_kv_heads, GROUP=plan.num_heads // plan.num_kv_heads,
-                DIM=plan.head_dim, DIM_PAD=dim_pad, PACKED=launch.packed, TOKENS=launch.tokens,
-                MASK=MASK_KINDS[plan.mask] if launch.masked else kernels.NO_MASK,
-                WINDOW=plan.window is not None, DIRECT=plan.direct, SPLIT=launch.split, ORDERED=work.ordered,
-                PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=launch.stages, OVERLAP=overlap,
-                num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=overlap and number > 0,
+                DIM=plan.head_dim, DIM_PAD=dim_pad, PACKED=launch.packed, TOKENS=launch.tokens, RUN=launch.run,
+                MASK=MASK_KINDS[plan.mask] if launch.masked else kernels.NO_MASK, WINDOW=plan.window is not None,
+                CAPPED=scoring.soft_cap is not None, SCALED=k_scale is not None, SPLIT=launch.split,
+                ORDERED=work.ordered, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=launch.stages,
+                OVERLAP=overlap, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=overlap and number > 0,
             )  # fmt: skip
-        if not plan.direct:
-            kernels.reduce_entries[(plan.num_rows * -(-plan.num_heads // work.block),)](
-                parts, part_lse, out, lse, on["row_order"], on["reduce_indptr"], on["reduce_entries"],
+        if merged:
+            kernels.reduce_entries[(len(plan.reduce_rows) * -(-plan.num_heads // work.block),)](
+                parts, part_lse, out, lse, on["reduce_queries"], on["reduce_indptr"], on["reduce_entries"],
                 HEADS=plan.num_heads, DIM=plan.head_dim, DIM_PAD=dim_pad, BLOCK=work.block, ENTRIES=work.entries,
                 OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
             )  # fmt: skip
         return out, lse
 
     def store(
-        self, k_new: torch.Tensor, v_new: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+        self,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionBackend`."""
         heads, dim = k.shape[1:]
+        factors = _factors(Scoring(1.0, None, k_scale, v_scale), k)
         kernels.store_rows[(len(slots),)](
-            k_new, v_new, k, v, slots, *k_new.stride()[:2], *v_new.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+            k_new, v_new, k, v, *factors, slots,
+            *k_new.stride()[:2], *v_new.stride()[:2], *k.stride()[:2], *v.stride()[:2], torch.finfo(k.dtype).max,
             DIM=dim, DIM_PAD=triton.next_power_of_2(dim), HEADS=heads, HEADS_PAD=triton.next_power_of_2(heads),
+            SCALED=factors[0] is not None, LIMITED=k.dtype == FP8,
         )  # fmt: skip
+
+
+def prepare(plan: Plan) -> Work:
+    """Work out the launches of a plan, once."""
+    work = plan.prepared.get(TritonBackend.name)
+    if work is None:
+        row_bytes = max(16, triton.next_power_of_2(plan.head_dim)) * plan.dtype.itemsize
+        entries = min(8, max(2, triton.next_power_of_2(int(np.diff(plan.reduce_indptr).max(initial=1)))))
+        work = plan.prepared[TritonBackend.name] = Work(
+            launches=_launches(plan, row_bytes),
+            ordered=bool((np.diff(plan.row_order) == 1).all()),
+            entries=entries,
+            block=max(1, min(4, 16 // entries, 1024 // row_bytes, triton.next_power_of_2(plan.num_heads))),
+        )
+    return work
+
+
+def _factors(scoring: Scoring, k: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return both factors, or neither."""
+    k_scale, v_scale = scoring.k_scale, scoring.v_scale
+    if (k_scale is None) != (v_scale is None):
+        ones = torch.ones(k.shape[1], device=k.device)
+        return (ones, v_scale) if k_scale is None else (k_scale, ones)
+    return k_scale, v_scale
 
 
 @functools.cache
@@ -133,58 +174,62 @@ def _has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _prepare(plan: Plan) -> _Work:
-    row_bytes = max(16, triton.next_power_of_2(plan.head_dim)) * plan.dtype.itemsize
-    entries = min(8, max(2, triton.next_power_of_2(int(np.diff(plan.reduce_indptr).max(initial=1)))))
-    return _Work(
-        launches=_launches(plan, row_bytes),
-        ordered=bool((np.diff(plan.row_order) == 1).all()),
-        entries=entries,
-        block=max(1, min(4, 16 // entries, 1024 // row_bytes, triton.next_power_of_2(plan.num_heads))),
-    )
-
-
-def _launches(plan: Plan, row_bytes: int) -> list[_Launch]:
+def _launches(plan: Plan, row_bytes: int) -> tuple[Launch, ...]:
     """Split the items, which come sorted by width, into runs of one kernel each."""
     large = row_bytes > 256  # a step of 64 key tokens would not fit in shared memory three times
     tokens, stages = (32, 2) if large else (64, 3)
     if plan.method == "vanilla":
-        return [_Launch(0, 1, 64, True, tokens, stages, 8)]
+        return (Launch(0, 1, 64, True, tokens, stages, 8),)
     packed = (plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]) * (plan.num_heads // plan.num_kv_heads)
     length = plan.items[:, KV_END] - plan.items[:, KV_START]
     free = plan.items[:, FREE_END] - plan.items[:, KV_START]
     bounds = np.append(np.flatnonzero(np.diff(np.searchsorted((16, 64), packed), prepend=-1)), len(packed)).tolist()
+    runs = _runs(plan)
     launches = []
     for first, end in pairwise(bounds):
         width = max(16, triton.next_power_of_2(int(packed[first:end].max())))
         masked = bool((free[first:end] < length[first:end]).any())
-        launch = _Launch(
-            first, end - first, width, masked, tokens, stages, 8 if width > 64 or plan.head_dim > 128 else 4
-        )
-        at_once = launch.num_items * plan.num_kv_heads <= 3 * MULTIPROCESSORS
+        warps = 8 if width > 64 or plan.head_dim > 128 else 4
+        run = int(runs[first:end].min())
+        launch = Launch(first, end - first, width, masked, tokens, stages, warps, run=run if run >= 16 else 1)
+        at_once = launch.num_items * plan.num_kv_heads <= 3 * multiprocessors(plan.device)
         if not large and 16 < width <= 64 and length[first] <= SHORT and at_once:
             launch = launch._replace(tokens=32, registers=168)  # three programs a multiprocessor
         # A loop without masks pays where it is long.
-        split = bool(free[first:end].max() >= launch.tokens * SPLIT[int(masked)])
-        launches.append(launch._replace(split=split))
+        split = SPLIT[int(masked)]
+        launches.append(launch._replace(split=split if free[first:end].max() >= launch.tokens * split else 0))
     wide, narrow = launches[0], launches[-1]
     if not large and wide.packed == 128 and narrow.packed == 16:
         work = [int(length[launch.first : launch.first + launch.num_items].sum()) for launch in (wide, narrow)]
         if 2 * work[1] > work[0]:  # registers for one wide and two narrow programs a multiprocessor
-            launches[0] = wide._replace(registers=176, split=False)
-            launches[-1] = narrow._replace(tokens=32, warps=2, registers=160, split=False)
-    return launches
+            launches[0] = wide._replace(registers=176, split=0)
+            launches[-1] = narrow._replace(tokens=32, warps=2, registers=160, split=0)
+    return tuple(launches)
+
+
+def _runs(plan: Plan) -> Ints:
+    """Longest run, a power of two up to 64, in which each item's slots are consecutive from its start on."""
+    start, end = plan.items[:, KV_START], plan.items[:, KV_END]
+    longest = np.full(len(start), 64)
+    breaks = np.flatnonzero(np.diff(plan.kv_slots) != 1) + 1
+    if len(breaks) * 16 > len(plan.kv_slots):
+        return np.ones_like(longest)
+    low, high = np.searchsorted(breaks, start + 1), np.searchsorted(breaks, end)
+    offset = breaks[ranges(low, high)] - np.repeat(start, high - low)
+    np.minimum.at(longest, np.repeat(np.arange(len(start)), high - low), offset & -offset)
+    return longest
 
 
 def _unfused(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, return_lse: bool
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Matrix product, scale, mask, softmax, matrix product, each through memory."""
     order, slots = plan.tensors["row_order"], plan.tensors["kv_slots"]
     rows = q.index_select(0, order).view(plan.num_rows, plan.num_kv_heads, -1, plan.head_dim)
     rows = rows.transpose(0, 1).flatten(1, 2)  # [kv_heads, rows * group, dim]
-    keys, values = (pool.index_select(0, slots).transpose(0, 1) for pool in (k, v))  # [kv_heads, tokens, dim]
-    scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(scale)
+    factors = ((k, scoring.k_scale), (v, scoring.v_scale))
+    keys, values = (read(pool, slots, factor, q.dtype).transpose(0, 1) for pool, factor in factors)
+    scores = scoring.cap(torch.bmm(rows, keys.transpose(1, 2)).mul_(scoring.scale))  # [kv_heads, rows, tokens]
     by_row = scores.view(plan.num_kv_heads, plan.num_rows, -1, scores.shape[-1])
     by_row.masked_fill_(~plan.tensors["mask_dense"][None, :, None], -torch.inf)
     lse = torch.logsumexp(by_row.float(), dim=-1) if return_lse else None

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from treewise.plan import partition
-from treewise.plan.data import IO, ROW_HIGH, ROW_LOW, Plan, upload
-from treewise.plan.layout import indptr, lay_out, ranges
-from treewise.plan.partition import default_chunk
+from treewise.plan.data import ENTRY, FREE_END, IO, KV_START, Plan, merges, upload
+from treewise.plan.growth import find_room, with_room
+from treewise.plan.layout import Layout, lay_out
 from treewise.plan.spec import TreeSpec, check, integers
 
 __all__ = ["IO", "METHODS", "Plan", "TreeSpec", "plan_tree"]
@@ -48,11 +48,13 @@ def plan_tree(
     slots: npt.ArrayLike | None = None,
     page_size: int = 1,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     window: int | None = None,
     mask: str = "intervals",
     chunk: int | None = None,
     row_tile: int | None = None,
+    room: int = 0,
 ) -> Plan:
     """Plan attention of a tree's queries over its tokens.
 
@@ -70,7 +72,9 @@ def plan_tree(
     page_size : int
         1, 16, 32 or 64: slots of a node advance by one inside a page. A hint for kernels, never needed to be right.
     dtype : torch.dtype
-        Element type of queries, keys and values.
+        Element type of queries and results.
+    kv_dtype : torch.dtype, optional
+        Element type of keys and values, default that of queries; ``torch.float8_e4m3fn`` halves what is read.
     device : str or torch.device
         Where `run_plan` will run; the plan's arrays are uploaded to it.
     window : int, optional
@@ -81,6 +85,9 @@ def plan_tree(
         Most key tokens of a group, where the method cuts; default a rule of the method and the device.
     row_tile : int, optional
         Most rows of an item; default a rule of the device.
+    room : int
+        Tokens that each branch may append by `Plan.grow` before a new plan is needed; 16 or 32 make planning cheap
+        while branches only grow. Each query must then sit at the last token of a leaf of its own.
 
     Returns
     -------
@@ -94,91 +101,127 @@ def plan_tree(
     device = torch.device(device)
     backend = "reference" if method == "reference" else None
     method = {"auto": "deft:flatten", "reference": "deft:node"}.get(method, method)
+    _check(method, mask, page_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    for name, limit in (("window", window), ("chunk", chunk), ("row_tile", row_tile)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} is {limit}; it must be at least 1")
+    if room < 0 or (room and mask != "intervals") or (room and method in ("medusa", "vanilla", "specinfer")):
+        raise ValueError(f"room is {room}; it must be at least 0, and needs a method with mask='intervals'")
+    slots = np.arange(tree.num_tokens) if slots is None else slots
+    slot = integers("slots", slots, tree.num_tokens, "one a token, nodes in order")
+    check("slots", slot, (slot >= 0) & (slot < 2**31), "be 0 to 2147483647")
+    num_slots = int(slot.max(initial=-1)) + 1
+    if room:
+        tree, slot = with_room(tree, slot, room)
+
+    group_size = num_heads // num_kv_heads
+    if device.type == "cuda" and (row_tile or 1) * group_size > 256 and method.startswith("deft:"):
+        raise ValueError(f"row_tile is {row_tile}; on cuda it may hold at most 256 rows × heads of a KV head")
+    if mask == "words":
+        row_tile = min(row_tile or 64, 64 if device.type == "cpu" else max(1, 64 // group_size))
+    reach = None if window is None else window + room  # what a row sees before and after it has grown
+    layout = lay_out(tree, slot, reach)
+    cut, row_tile = _cut(layout, method, reach, device, num_kv_heads, group_size, row_tile, chunk)
+    if mask == "words":
+        cut = partition.with_words(cut, window)
+    cut = partition.in_launch_order(cut, group_size)
+    items, cells = cut.items, cut.layout
+    row_position = cells.row_position - room
+    kv_slots, kv_low, kv_high = cells.kv_slots, cells.kv_low, cells.kv_high
+    place = find_room(kv_slots, tree.num_queries, room)
+    if room:
+        hidden = np.sort(place, axis=None)
+        kv_slots[hidden] = kv_low[hidden] = kv_high[hidden] = 0
+        following = np.append(hidden, len(kv_slots))[np.searchsorted(hidden, items[:, KV_START])]
+        items[:, FREE_END] = np.minimum(items[:, FREE_END], following)
+        if window is not None:
+            items[:, FREE_END] = items[:, KV_START]
+    items[:, ENTRY], reduce_rows, reduce_indptr, reduce_entries = merges(items, tree.num_queries)
+    flat = {
+        "row_order": cells.row_order,
+        "row_position": row_position,
+        "kv_slots": kv_slots,
+        "kv_low": kv_low,
+        "kv_high": kv_high,
+        "kv_position": cells.kv_position,
+        "items": items,
+        "reduce_rows": reduce_rows,
+        "reduce_indptr": reduce_indptr,
+        "reduce_entries": reduce_entries,
+    }
+    arrays: dict[str, Any] = {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in flat.items()}
+    masks: dict[str, Any] = {"mask_words": cut.mask_words, "mask_dense": cut.mask_dense}
+    extra = {
+        "kv_readers": np.stack((arrays["kv_low"], arrays["kv_high"]), axis=1).view(np.int64)[:, 0],  # one load for both
+        "reduce_queries": arrays["row_order"][reduce_rows],
+        "room": place,
+    }
+    return Plan(
+        method=method,
+        mask={"specinfer": "bits", "medusa": "dense", "vanilla": "dense"}.get(method, mask),
+        backend=backend,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
+        device=device,
+        page_size=page_size,
+        window=window,
+        row_tile=row_tile,
+        num_slots=num_slots,
+        group_tokens=cut.group_tokens,
+        room=place,
+        tensors=upload(arrays | masks | extra, device),
+        **arrays,
+        **masks,
+    )
+
+
+def _check(method: str, mask: str, page_size: int, **shape: int) -> None:
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; choose one of {', '.join((*METHODS, 'auto', 'reference'))}")
-    for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+    for name, value in shape.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads is {num_heads}; it must be a multiple of num_kv_heads, {num_kv_heads}")
+    if shape["num_heads"] % shape["num_kv_heads"]:
+        raise ValueError(
+            f"num_heads is {shape['num_heads']}; it must be a multiple of num_kv_heads, {shape['num_kv_heads']}"
+        )
     if page_size not in PAGE_SIZES:
         raise ValueError(f"page_size is {page_size}; choose one of {', '.join(map(str, PAGE_SIZES))}")
     if mask not in MASKS:
         raise ValueError(f"mask is {mask!r}; choose one of {', '.join(MASKS)}")
     if mask == "words" and not method.startswith("deft:"):
         raise ValueError(f"mask='words' is for deft:* methods; method {method!r} has a mask of its own")
-    for name, limit in (("window", window), ("chunk", chunk), ("row_tile", row_tile)):
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name} is {limit}; it must be at least 1")
-    slots = np.arange(tree.num_tokens) if slots is None else slots
-    slot = integers("slots", slots, tree.num_tokens, "one a token, nodes in order")
-    check("slots", slot, (slot >= 0) & (slot < 2**31), "be 0 to 2147483647")
 
-    group_size = num_heads // num_kv_heads
-    if device.type == "cuda" and (row_tile or 1) * group_size > 256 and method.startswith("deft:"):
-        raise ValueError(f"row_tile is {row_tile}; on cuda it may hold at most 256 rows × heads of a KV head")
-    asked_tile, asked_chunk = row_tile, chunk
-    if row_tile is None:
-        row_tile = 128 if device.type == "cpu" else max(1, 64 // group_size)
-    if mask == "words":
-        asked_tile = row_tile = min(row_tile, 64)
-    if method == "medusa":
-        row_tile = tree.num_queries
 
-    layout = lay_out(tree, slot, window)
-    if chunk is None:
-        shared = row_tile if method.startswith("deft:") else 1
-        chunk = 256 if method == "deft:node_chunk" else default_chunk(layout, shared, device, num_kv_heads)
+def _cut(
+    layout: Layout,
+    method: str,
+    window: int | None,
+    device: torch.device,
+    num_kv_heads: int,
+    group_size: int,
+    row_tile: int | None,
+    chunk: int | None,
+) -> tuple[partition.Partition, int]:
+    """Cut a layout by a method; also return the most rows that read a key token together."""
+    step = partition.cutting_step(device, chunk)
+    if method == "deft:flatten":
+        sizes = partition.blocks(device, num_kv_heads, group_size, row_tile, chunk)
+        return partition.flatten(layout, window, sizes, step), max(sizes.shared.rows, sizes.paths.rows)
+    rows = row_tile or (128 if device.type == "cpu" else max(1, 64 // group_size))
     match method:
-        case "flash_decoding" | "radix":
-            cut = partition.by_query(layout, window, row_tile, chunk)
+        case "medusa":
+            return partition.dense(layout, window), len(layout.row_order)
+        case "vanilla":
+            return partition.dense(layout, window), rows
         case "specinfer":
-            cut, mask = partition.by_query_over_trees(layout, window), "bits"
-        case "medusa" | "vanilla":
-            cut, mask = partition.dense(layout, window), "dense"
+            return partition.by_query_over_trees(layout, window), rows
+        case "flash_decoding" | "radix":
+            chunk = chunk or partition.default_chunk(layout, 1, device, num_kv_heads)
+            return partition.by_query(layout, window, rows, chunk, step), rows
         case "deft:node":
-            cut = partition.by_node(layout, window, row_tile, max(1, tree.num_tokens))
-        case "deft:node_chunk":
-            cut = partition.by_node(layout, window, row_tile, chunk)
-        case _:
-            sizes = partition.blocks(device, num_kv_heads, group_size, asked_tile, asked_chunk)
-            row_tile = max(sizes.shared.rows, sizes.paths.rows)
-            cut = partition.flatten(layout, window, sizes)
-    if mask == "words":
-        cut = partition.with_words(cut, window)
-
-    cut = partition.in_launch_order(cut, group_size)
-    entry_rows = ranges(cut.items[:, ROW_LOW], cut.items[:, ROW_HIGH])
-    # A stable sort of 16-bit keys is a radix sort, linear in the entries.
-    entry_keys = entry_rows.astype(np.uint16) if tree.num_queries < 2**16 else entry_rows
-    flat = {
-        "row_order": cut.layout.row_order,
-        "row_position": cut.layout.row_position,
-        "kv_slots": cut.layout.kv_slots,
-        "kv_low": cut.layout.kv_low,
-        "kv_high": cut.layout.kv_high,
-        "kv_position": cut.layout.kv_position,
-        "items": cut.items,
-        "reduce_indptr": indptr(np.bincount(entry_rows, minlength=tree.num_queries)),
-        "reduce_entries": np.argsort(entry_keys, kind="stable"),
-    }
-    arrays: dict[str, Any] = {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in flat.items()}
-    arrays.update(mask_words=cut.mask_words, mask_dense=cut.mask_dense)
-    readers = np.stack((arrays["kv_low"], arrays["kv_high"]), axis=1).view(np.int64)[:, 0]  # one load for both
-    return Plan(
-        method=method,
-        mask=mask,
-        backend=backend,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=device,
-        page_size=page_size,
-        window=window,
-        row_tile=row_tile,
-        num_slots=int(slot.max(initial=-1)) + 1,
-        group_tokens=cut.group_tokens,
-        tensors=upload(arrays | {"kv_readers": readers}, device),
-        **arrays,
-    )
+            return partition.by_node(layout, window, rows, max(1, len(layout.kv_slots)), step), rows
+    return partition.by_node(layout, window, rows, chunk or 256, step), rows

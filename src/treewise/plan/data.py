@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treewise.plan.layout import pairs
-from treewise.plan.spec import Ints
+from treewise.plan.layout import indptr, pairs, ranges
+from treewise.plan.spec import Ints, integers
 
 # Columns of Plan.items: one row a work item, so that a kernel gets all it needs in one 32-byte load.
 ROW_LOW, ROW_HIGH, KV_START, KV_END, FREE_END, ENTRY, MASK, GROUP = range(8)
@@ -39,15 +39,16 @@ class IO:
         return self.kv + self.queries + self.scores + self.partials + self.output + self.masks + self.metadata
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
     """One partition of attention over a tree, as flat integer arrays.
 
     *Rows* are the queries in depth-first order, *key tokens* the arrays ``kv_*``. A *group* is a rectangle of rows ×
     key tokens; an *item* is one row tile of a group, trimmed to the key tokens that some row of the tile sees. Each
     (row, token) pair that the tree allows lies in exactly one item; the pairs of an item that the tree does not allow
-    are masked. Item ``i`` writes partial results ``items[i, ENTRY]`` onwards, one a row; row ``r`` merges the entries
-    ``reduce_entries[reduce_indptr[r] : reduce_indptr[r + 1]]`` in that order.
+    are masked. An item whose rows have no other item writes their results, its ``ENTRY`` is -1. The others write
+    partial results ``items[i, ENTRY]`` onwards, one a row, and row ``reduce_rows[i]`` merges the entries
+    ``reduce_entries[reduce_indptr[i] : reduce_indptr[i + 1]]`` in that order. A row without items is 0.
 
     Attributes
     ----------
@@ -75,6 +76,12 @@ class Plan:
         Most rows that read a key token together; a wider item reads its key tokens once a tile.
     num_slots : int
         The pool must have at least so many slots.
+    reduce_rows : [merged rows]
+        The rows that do not get their result from one item.
+    room : [steps, queries]
+        Key tokens that `grow` fills, one row of them a call; nobody sees them before.
+    grown : int
+        How often the plan has grown.
     tensors : dict
         The arrays above on the plan's device, uploaded in one copy.
     prepared : dict
@@ -88,6 +95,7 @@ class Plan:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     page_size: int
     window: int | None
@@ -101,10 +109,13 @@ class Plan:
     kv_position: Ints
     items: Ints
     group_tokens: Ints
+    reduce_rows: Ints
     reduce_indptr: Ints
     reduce_entries: Ints
     mask_words: Ints
     mask_dense: npt.NDArray[np.bool_]
+    room: Ints
+    grown: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     prepared: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -115,13 +126,48 @@ class Plan:
 
     @property
     def num_entries(self) -> int:
-        """Partial results that the items write, one a row of each item."""
+        """Partial results that are merged, one a row of each item that writes any."""
         return len(self.reduce_entries)
 
-    @property
-    def direct(self) -> bool:
-        """Whether every row has exactly one partial result, so that nothing is left to merge."""
-        return bool((np.diff(self.reduce_indptr) == 1).all())
+    def grow(self, slots: npt.ArrayLike) -> None:
+        """Let every branch append one token, for a plan that was made with room.
+
+        Takes a few microseconds and waits for nothing; a CUDA graph that runs the plan needs no new capture.
+
+        Parameters
+        ----------
+        slots : array_like of int, [queries]
+            Slot of the token that each query appends, and at which it now sits.
+
+        Raises
+        ------
+        ValueError
+            If the room is used up, or the slots do not fit.
+        """
+        if self.grown == len(self.room):
+            raise ValueError(f"room is used up: the plan was made for {len(self.room)} more tokens a branch")
+        slot = integers("slots", slots, self.num_rows, "one a query")
+        token = self.room[self.grown]
+        row = np.empty_like(self.row_order)
+        row[self.row_order] = np.arange(self.num_rows, dtype=row.dtype)
+        arrays: dict[str, Ints] = {
+            "kv_slots": slot.astype(np.int32),
+            "kv_low": row,
+            "kv_high": row + 1,
+            "kv_readers": row.astype(np.int64) | (row.astype(np.int64) + 1) << 32,
+        }
+        for name in ("kv_slots", "kv_low", "kv_high"):
+            getattr(self, name)[token] = arrays[name]
+        self.row_position += 1
+        self.num_slots = max(self.num_slots, int(slot.max()) + 1)
+        on = self.tensors
+        new = upload({"kv_slots": arrays["kv_slots"], "kv_readers": arrays["kv_readers"]}, self.device)
+        for name, values in new.items():
+            on[name].index_copy_(0, on["room"][self.grown], values)
+        if self.window is not None:
+            on["row_position"].copy_(upload({"positions": self.row_position}, self.device)["positions"])
+        self.prepared.pop("cpu", None)  # it made copies
+        self.grown += 1
 
     def visible(self, item: int) -> npt.NDArray[np.bool_]:
         """Decode the mask of one item.
@@ -155,25 +201,24 @@ class Plan:
         Parameters
         ----------
         dtype : torch.dtype, optional
-            Element type of queries, keys and values; default the plan's.
+            Element type of queries, keys and values; default the plan's types.
         layers : int
             Attention layers that run the plan.
         heads : int, optional
             Heads whose keys and values are read; default the plan's KV heads. The paper counts all query heads.
         """
-        size = (dtype or self.dtype).itemsize
+        size, kv_size = (dtype or self.dtype).itemsize, (dtype or self.kv_dtype).itemsize
         heads = self.num_kv_heads if heads is None else heads
         rows = (self.items[:, ROW_HIGH] - self.items[:, ROW_LOW]).astype(np.int64)
         tokens = (self.items[:, KV_END] - self.items[:, KV_START]).astype(np.int64)
-        token_bytes = 2 * heads * self.head_dim * size * layers
+        token_bytes = 2 * heads * self.head_dim * kv_size * layers
         row_values = self.num_heads * self.head_dim * layers
         unfused = self.method == "medusa"
-        direct = unfused or self.direct
         # Unfused, the scores are written by the product, read and written by scale, mask and softmax, then read.
         scores = 8 * size * self.num_heads * layers * int((rows * tokens).sum()) if unfused else 0
         # On a GPU, partial outputs of float16 are float16; their LSE is always float32.
         part = 2 if (dtype or self.dtype) == torch.float16 and self.device.type == "cuda" else 4
-        partials = 0 if direct else 2 * self.num_entries * (part * row_values + 4 * self.num_heads * layers)
+        partials = 2 * self.num_entries * (part * row_values + 4 * self.num_heads * layers)
         if self.mask == "dense":
             masks = self.mask_dense.nbytes
         elif self.mask in ("words", "bits"):
@@ -182,7 +227,7 @@ class Plan:
             masked = self.items[:, FREE_END] < self.items[:, KV_END]
             masks = (8 if self.window is None else 12) * int((tokens * masked).sum())
         metadata = 4 * int(tokens.sum()) + self.items.nbytes + self.row_order.nbytes
-        metadata += 0 if direct else self.reduce_indptr.nbytes + self.reduce_entries.nbytes
+        metadata += self.reduce_rows.nbytes + self.reduce_indptr.nbytes + self.reduce_entries.nbytes
         return IO(
             kv=token_bytes * int((tokens * -(-rows // self.row_tile)).sum()),
             kv_once=token_bytes * int(self.group_tokens.sum()),
@@ -193,6 +238,30 @@ class Plan:
             masks=masks * layers,
             metadata=metadata * layers,
         )
+
+
+def merges(items: Ints, num_rows: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Give partial results their numbers, and list those of each row that has several or none.
+
+    Returns
+    -------
+    entry : [items]
+        First partial result of each item; -1 where all its rows have no other item.
+    reduce_rows, reduce_indptr, reduce_entries
+        See `Plan`.
+    """
+    low, high = items[:, ROW_LOW], items[:, ROW_HIGH]
+    several = indptr(np.bincount(ranges(low, high), minlength=num_rows) != 1)
+    partial = several[high] > several[low]
+    entry = np.where(partial, indptr(np.where(partial, high - low, 0))[:-1], -1)
+    row = ranges(low[partial], high[partial])
+    counts = np.bincount(row, minlength=num_rows)
+    done = np.zeros(num_rows, bool)
+    done[ranges(low[~partial], high[~partial])] = True
+    reduce_rows = np.flatnonzero(~done)
+    # A stable sort of 16-bit keys is a radix sort, linear in the entries.
+    order = np.argsort(row.astype(np.uint16) if num_rows < 2**16 else row, kind="stable")
+    return entry, reduce_rows, indptr(counts[reduce_rows]), order
 
 
 def upload(arrays: dict[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:

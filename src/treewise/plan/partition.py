@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from treewise.plan.data import ENTRY, FREE_END, GROUP, KV_END, KV_START, MASK, ROW_HIGH, ROW_LOW
+from treewise.plan.data import FREE_END, GROUP, KV_END, KV_START, MASK, ROW_HIGH, ROW_LOW
 from treewise.plan.layout import Layout, indptr, pairs, range_min, ranges
 from treewise.plan.spec import Ints
 
-MULTIPROCESSORS = 132
-"""Of the GPU that the sizes of work items are chosen for."""
+STEP = 64
+"""Key tokens that a GPU kernel takes at once: lists are cut at multiples of it, so that only their ends are ragged."""
 LONGEST = 4096
 """Most key tokens of an item on a GPU."""
 SHORT = 512
@@ -66,19 +67,31 @@ class Partition(NamedTuple):
     mask_dense: npt.NDArray[np.bool_] = np.zeros((0, 0), bool)
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many a GPU has; without one, those of an H100 or H200."""
+    if not torch.cuda.is_available():
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def cutting_step(device: torch.device, chunk: int | None) -> int:
+    """Key tokens of which the pieces of a list are multiples, but for its last."""
+    return STEP if device.type != "cpu" and (chunk or STEP) % STEP == 0 else 1
+
+
 def default_chunk(layout: Layout, row_tile: int, device: torch.device, num_kv_heads: int) -> int:
     """Most key tokens of a group, so that a GPU gets a few items a multiprocessor; a CPU wants few large products."""
     if device.type == "cpu":
         return 2048
     tiles = -(-(layout.node_high - layout.node_low) // row_tile)
     work = int(((layout.node_end - layout.node_start) * tiles).sum()) * num_kv_heads
-    multiprocessors = 132
-    return int(np.clip(-(-work // (4 * multiprocessors) // 64) * 64, 256, 2048))
+    return int(np.clip(-(-work // (4 * multiprocessors(device)) // STEP) * STEP, 256, 2048))
 
 
-def by_node(layout: Layout, window: int | None, row_tile: int, chunk: int) -> Partition:
+def by_node(layout: Layout, window: int | None, row_tile: int, chunk: int, step: int) -> Partition:
     """One group a node and chunk of its key tokens, with all its readers."""
-    start, end = _even(layout.node_start, layout.node_end, np.full(len(layout.node_start), chunk))
+    start, end = _even(layout.node_start, layout.node_end, np.full(len(layout.node_start), chunk), step)
     return _by_tokens(layout, window, row_tile, start, end, np.zeros(len(start), bool))
 
 
@@ -95,7 +108,7 @@ def blocks(device: torch.device, num_kv_heads: int, group_size: int, row_tile: i
     narrow, middle, wide = (row_tile or max(1, packed // group_size) for packed in (16, 64, 128))
     if chunk:
         return Blocks(2048, 256, Cut(wide, chunk), Cut(narrow, chunk), Cut(middle, chunk))
-    wave = max(1, MULTIPROCESSORS // num_kv_heads)
+    wave = max(1, multiprocessors(device) // num_kv_heads)
     return Blocks(
         2048,
         256,
@@ -105,7 +118,7 @@ def blocks(device: torch.device, num_kv_heads: int, group_size: int, row_tile: i
     )
 
 
-def flatten(layout: Layout, window: int | None, sizes: Blocks) -> Partition:
+def flatten(layout: Layout, window: int | None, sizes: Blocks, step: int) -> Partition:
     """Row tiles with the key tokens that they see, cut in even blocks.
 
     A long node is read by tiles of its own readers. All others are read along the paths of a row tile, those key
@@ -156,7 +169,7 @@ def flatten(layout: Layout, window: int | None, sizes: Blocks) -> Partition:
         path_cut = path_cut._replace(wanted=path_cut.wanted[-1:])
     for which_kind, cut in enumerate((sizes.shared, sizes.lone, path_cut)):
         limit[kind == which_kind] = cut.chunk((list_end - offset[first])[kind == which_kind])
-    kv_start, kv_end = _even(offset[first], list_end, limit)
+    kv_start, kv_end = _even(offset[first], list_end, limit, step)
     part = np.union1d(offset[:-1], kv_start)
     segment = np.searchsorted(offset, part, side="right") - 1
     part_start = start[segment] + part - offset[segment]
@@ -182,7 +195,7 @@ def flatten(layout: Layout, window: int | None, sizes: Blocks) -> Partition:
     return Partition(paths, items[kv_start < kv_end], np.add.reduceat(fresh, head))
 
 
-def by_query(layout: Layout, window: int | None, row_tile: int, chunk: int) -> Partition:
+def by_query(layout: Layout, window: int | None, row_tile: int, chunk: int, step: int) -> Partition:
     """One group a sequence and chunk of its path; the key arrays list each sequence's path, as page tables do.
 
     A sequence is one query, or the queries of a prompt chunk at consecutive tokens of a node.
@@ -203,7 +216,7 @@ def by_query(layout: Layout, window: int | None, row_tile: int, chunk: int) -> P
         near = layout.kv_position[token] > nearest[reader] - window
         token, reader = token[near], reader[near]
     bounds = indptr(np.bincount(reader, minlength=len(sequence_low)))
-    start, end = _even(bounds[:-1], bounds[1:], np.full(len(sequence_low), chunk))
+    start, end = _even(bounds[:-1], bounds[1:], np.full(len(sequence_low), chunk), step)
     paths = layout._replace(
         kv_slots=layout.kv_slots[token],
         kv_low=np.maximum(layout.kv_low[token], sequence_low[reader]),
@@ -260,17 +273,15 @@ def in_launch_order(partition: Partition, group_size: int) -> Partition:
     """Sort items so that those of one compiled kernel follow each other, and the longest of them come first."""
     items = partition.items
     width = np.searchsorted((16, 64), (items[:, ROW_HIGH] - items[:, ROW_LOW]) * group_size)
-    items = items[np.lexsort((items[:, KV_START] - items[:, KV_END], -width))]
-    items[:, ENTRY] = indptr(items[:, ROW_HIGH] - items[:, ROW_LOW])[:-1]
-    return partition._replace(items=items)
+    return partition._replace(items=items[np.lexsort((items[:, KV_START] - items[:, KV_END], -width))])
 
 
-def _even(start: Ints, end: Ints, limit: Ints) -> tuple[Ints, Ints]:
-    """Cut each range into the fewest pieces of at most its limit, as even as can be."""
+def _even(start: Ints, end: Ints, limit: Ints, step: int) -> tuple[Ints, Ints]:
+    """Cut each range into the fewest pieces of at most its limit, as even as multiples of a step can be."""
     whole, number, pieces = _pieces(end - start, limit)
-    first, length = start[whole], (end - start)[whole]
-    piece_start: Ints = first + number * length // pieces
-    piece_end: Ints = first + (number + 1) * length // pieces
+    first, last, steps = start[whole], end[whole], (-(-(end - start) // step))[whole]
+    piece_start: Ints = first + number * steps // pieces * step
+    piece_end: Ints = np.minimum(first + (number + 1) * steps // pieces * step, last)
     return piece_start, piece_end
 
 

@@ -1,0 +1,153 @@
+"""Plans for CUDA graphs: arrays of fixed size and address, which one plan after another is loaded into."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from treewise.attention.triton import Launch, TritonBackend, prepare
+from treewise.plan import Plan
+from treewise.plan.data import upload
+
+
+class PlanBuffers:
+    """Room for the plans of one captured graph, whose trees fork, grow and are pruned between replays.
+
+    Each kernel of the capture runs as many programs as there is room for items; those without an item return at once.
+
+    Parameters
+    ----------
+    plan : Plan
+        The sizes are those of this plan, rounded up, and it is loaded.
+    rows : int, optional
+        Queries that a run of ``buffers.plan`` takes, at least those of the plan; the results of those that a loaded
+        plan does not have are 0. Default as many as the plan has.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer rows than the plan has, or its kind of mask has no fixed size.
+
+    Attributes
+    ----------
+    plan : Plan
+        What to capture: ``run_plan(buffers.plan, q, k, v)`` with q of `rows` queries.
+
+    Examples
+    --------
+    >>> buffers = PlanBuffers(plan, rows=64)  # doctest: +SKIP
+    >>> with torch.cuda.graph(graph):  # doctest: +SKIP
+    ...     out = run_plan(buffers.plan, q, k, v)
+    >>> buffers.load(next_plan)  # doctest: +SKIP
+    >>> graph.replay()  # doctest: +SKIP
+    """
+
+    def __init__(self, plan: Plan, rows: int | None = None) -> None:
+        if plan.mask != "intervals":
+            raise ValueError(f"mask is {plan.mask!r}; a plan whose size changes needs mask='intervals'")
+        rows = plan.num_rows if rows is None else rows
+        if rows < plan.num_rows:
+            raise ValueError(f"rows is {rows}; the plan has {plan.num_rows}")
+        work = prepare(plan)
+        capacity = [_round_up(launch.num_items) for launch in work.launches]
+        first = [0, *accumulate(capacity)]
+        launches = tuple(
+            launch._replace(first=start, num_items=items, masked=True, split=launch.split or 6)
+            for launch, start, items in zip(work.launches, first, capacity, strict=False)
+        )
+        sizes = {
+            "row_order": rows,
+            "row_position": rows,
+            "kv_slots": _round_up(len(plan.kv_slots)),
+            "kv_position": _round_up(len(plan.kv_position)),
+            "reduce_rows": rows,
+            "reduce_indptr": rows + 1,
+            "reduce_entries": _round_up(plan.num_entries),
+        }
+        arrays: dict[str, Any] = {name: np.zeros(size, np.int32) for name, size in sizes.items()}
+        arrays["items"] = np.zeros((first[-1], 8), np.int32)
+        extra: dict[str, Any] = {
+            "kv_readers": np.zeros(sizes["kv_slots"], np.int64),
+            "reduce_queries": arrays["reduce_rows"],
+            "mask_words": plan.mask_words,
+        }
+        self.plan: Plan = replace(
+            plan,
+            **arrays,
+            num_slots=0,
+            room=np.zeros((0, 0), np.int64),
+            tensors={name: array.clone() for name, array in upload(arrays | extra, plan.device).items()},
+            prepared={TritonBackend.name: work._replace(launches=launches)},
+        )
+        self.load(plan)
+
+    def misfit(self, plan: Plan) -> str | None:
+        """Say why a plan cannot be loaded; None where it can."""
+        mine = self.plan
+        for name in ("mask", "num_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "device", "window"):
+            if getattr(plan, name) != getattr(mine, name):
+                return f"its {name} is {getattr(plan, name)}, that of the buffers is {getattr(mine, name)}"
+        for name in ("row_order", "kv_slots", "reduce_entries"):
+            if len(getattr(plan, name)) > len(getattr(mine, name)):
+                return f"it has {len(getattr(plan, name))} {name}, the buffers hold {len(getattr(mine, name))}"
+        if prepare(mine).ordered and not prepare(plan).ordered:
+            return "its rows are not in the order of the queries, those of the buffers are"
+        if self._assign(plan) is None:
+            return "its items need other kernels, or more of them"
+        return None
+
+    def load(self, plan: Plan) -> None:
+        """Make `plan` the one that the captured graph runs; afterwards `Plan.grow` grows it there.
+
+        Nothing waits for the device: the copies are ordered on the current stream.
+
+        Raises
+        ------
+        ValueError
+            If the plan does not fit; see `misfit`.
+        """
+        assigned = self._assign(plan)
+        if assigned is None or self.misfit(plan):
+            raise ValueError(f"the plan does not fit these buffers: {self.misfit(plan)}")
+        mine, rows, merged = self.plan, plan.num_rows, len(plan.reduce_rows)
+        items = np.zeros_like(mine.items)
+        for source, target in assigned:
+            items[target.first : target.first + source.num_items] = plan.items[source.first :][: source.num_items]
+        # Queries beyond those of the plan are merged from nothing.
+        spare = np.arange(rows, mine.num_rows)
+        queries = np.full(mine.num_rows, -1, np.int32)
+        queries[: merged + len(spare)] = np.concatenate((plan.row_order[plan.reduce_rows], spare))
+        bounds = np.full(mine.num_rows + 1, plan.num_entries, np.int32)
+        bounds[: merged + 1] = plan.reduce_indptr
+        small = {"items": items, "reduce_queries": queries, "reduce_indptr": bounds}
+        for name, tensor in upload(small, plan.device).items():
+            mine.tensors[name].copy_(tensor, non_blocking=True)
+        for name in ("row_order", "row_position", "kv_slots", "kv_readers", "kv_position", "reduce_entries"):
+            place = mine.tensors[name][: len(plan.tensors[name])]
+            place.copy_(plan.tensors[name], non_blocking=True)
+            plan.tensors[name] = place
+
+    def _assign(self, plan: Plan) -> list[tuple[Launch, Launch]] | None:
+        """Pair each run of a plan's items with a kernel of the capture that can take it."""
+        pairs, free = [], list(prepare(self.plan).launches)
+        for launch in prepare(plan).launches:
+            taker = next((kernel for kernel in reversed(free) if _takes(kernel, launch)), None)
+            if taker is None:
+                return None
+            free.remove(taker)
+            pairs.append((launch, taker))
+        return pairs
+
+
+def _takes(kernel: Launch, launch: Launch) -> bool:
+    fits = launch.packed <= kernel.packed and launch.num_items <= kernel.num_items
+    return fits and launch.run % kernel.run == 0
+
+
+def _round_up(size: int) -> int:
+    """Leave a quarter free, in steps that grow with the size."""
+    step = max(16, 2 ** max(0, size.bit_length() - 2))
+    return -(-(size + size // 4) // step) * step if size else 0

@@ -1,0 +1,45 @@
+"""Room for the tokens that branches will append, so that one plan serves the steps between structural changes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from treewise.plan.spec import Ints, TreeSpec, check
+
+
+def with_room(tree: TreeSpec, slots: Ints, room: int) -> tuple[TreeSpec, Ints]:
+    """Append `room` tokens to the node of each query, seen by that query.
+
+    Their slots are ``-1 - (step * queries + query)``, by which they are found again after the plan was cut.
+
+    Raises
+    ------
+    ValueError
+        If a query does not sit at the last token of a leaf of its own.
+    """
+    node, number = tree.query_node, np.arange(tree.num_queries)
+    queries_of = np.bincount(node, minlength=tree.num_nodes)
+    children_of = np.bincount(tree.parent[tree.parent >= 0], minlength=tree.num_nodes)
+    last = tree.query_offset == tree.length[node] - 1
+    alone = (queries_of[node] == 1) & (children_of[node] == 0) & last
+    check("query_node", node, alone, "be a leaf with one query, at its last token, for a plan with room")
+    length = tree.length.copy()
+    length[node] += room
+    end = np.cumsum(tree.length)[node]  # where each query's new tokens go, in the caller's token order
+    step = np.arange(room)
+    reserved = -1 - (step[None, :] * tree.num_queries + number[:, None])
+    position = tree.position
+    if position is not None:
+        depth = np.where(tree.length[node] > 0, position[np.maximum(end - 1, 0)], -1)
+        check("query_node", node, tree.length[node] > 0, "have a token of its own, where positions are given")
+        position = np.insert(position, np.repeat(end, room), (depth[:, None] + 1 + step[None, :]).ravel())
+    grown = TreeSpec(tree.parent, length, node, tree.query_offset + room, position)
+    return grown, np.insert(slots, np.repeat(end, room), reserved.ravel())
+
+
+def find_room(kv_slots: Ints, num_queries: int, room: int) -> Ints:
+    """Find where the tokens of `with_room` stand: key tokens [room, queries]."""
+    place = np.empty(room * num_queries, np.int64)
+    token = np.flatnonzero(kv_slots < 0)
+    place[-1 - kv_slots[token]] = token
+    return place.reshape(room, num_queries)
