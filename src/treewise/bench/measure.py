@@ -29,10 +29,12 @@ def progress() -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
-def wall_time(function: Callable[[], object]) -> float:
-    """Time one call by the clock on the wall, in seconds."""
+def wall_time(function: Callable[[], object], device: torch.device) -> float:
+    """Time one call by the clock on the wall, and what it starts on the device, in seconds."""
     start = time.perf_counter()
     function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -58,7 +60,7 @@ def time_calls(function: Callable[[], object], device: torch.device, repeats: in
     if device.type != "cuda":
         function()
         function()
-        return [wall_time(function) for _ in range(repeats)]
+        return [wall_time(function, device) for _ in range(repeats)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -127,6 +129,8 @@ def report(title: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, A
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)

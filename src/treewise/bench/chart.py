@@ -1,0 +1,75 @@
+"""A chart of attention times, a line a tree."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#999933")
+"""Of our methods; told apart by people who see few colours too."""
+
+
+def check_matplotlib() -> None:
+    """Raise ValueError if there is no matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("png: needs matplotlib; pip install 'treewise[bench]'")
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Draw what `treewise bench attention` measured: our methods, the best peer and the practical floor of each tree.
+
+    Parameters
+    ----------
+    result : mapping
+        The line of JSON that the benchmark prints.
+    path : Path
+        Where to write the picture.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    rows = result["results"]
+    trees = list(dict.fromkeys(row["tree"] for row in rows))
+    height = {tree: len(trees) - 1 - index for index, tree in enumerate(trees)}
+    figure = Figure(figsize=(10, 1.6 + 0.34 * len(trees)), layout="constrained")
+    axes = figure.subplots()
+    floors = {row["tree"]: row["practical_floor_us"] for row in rows}
+    axes.barh(
+        [height[tree] for tree in trees], list(floors.values()), height=0.7, color="#d9d9d9", label="practical floor"
+    )
+    peers = [row for row in rows if row["peer"] and row["method"] == row["best_peer"]]
+    if peers:
+        axes.scatter(
+            [row["run_us"] for row in peers],
+            [height[row["tree"]] for row in peers],
+            marker="D",
+            s=34,
+            facecolor="white",
+            edgecolor="black",
+            label="best peer",
+            zorder=3,
+        )
+    for row in peers:
+        at = (row["run_us"], height[row["tree"]])
+        axes.annotate(row["method"], at, (7, 0), textcoords="offset points", va="center", fontsize=7)
+    methods = dict.fromkeys(row["method"] for row in rows if not row["peer"])
+    for number, method in enumerate(methods):
+        mine = [row for row in rows if row["method"] == method and row["run_us"] is not None]
+        places = ([row["run_us"] for row in mine], [height[row["tree"]] for row in mine])
+        axes.scatter(*places, s=34, color=COLOURS[number % len(COLOURS)], label=method, zorder=4)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.xaxis.set_minor_formatter("")
+    axes.set_yticks([height[tree] for tree in trees], trees, fontsize=8)
+    axes.set_ylim(-0.6, len(trees) - 0.4)
+    axes.set_xlabel("microseconds, median; less is better")
+    axes.grid(axis="x", color="#eeeeee")
+    axes.set_axisbelow(True)
+    heads, kv_heads = result["heads"]
+    shape = f"{heads}/{kv_heads} heads of {result['head_dim']}, {result['dtype']}"
+    axes.set_title(f"Attention of one layer, {shape}, {result['machine']['device']}", fontsize=10, loc="left")
+    figure.legend(loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
