@@ -114,7 +114,8 @@ def test_sdpa_serves_every_tree(capsys, trees):
 def test_what_cannot_run_is_said(capsys, monkeypatch):
     monkeypatch.setattr("treewise.bench.attention.MOST_PAIRS", 10)
     monkeypatch.setattr("treewise.bench.peers.COPY_LIMIT", {"cpu": 0})
-    result, _ = run_attention(capsys, "--methods", "medusa,radix", "--peers", "sdpa")
+    result, said = run_attention(capsys, "--methods", "medusa,radix", "--peers", "sdpa")
+    assert "medusa did not run on 1/3:40/2" in said
     assert [row["note"] is None for row in result["results"]] == [False, True, False] * 2
     assert "reads scores of every pair" in result["results"][0]["note"] and "copy" in result["results"][2]["note"]
     assert result["geometric_means"]["medusa"] == {"trees": 0, "run_us": None, "of_floor": None, "against_peer": None}
@@ -123,7 +124,7 @@ def test_what_cannot_run_is_said(capsys, monkeypatch):
 def test_a_missing_peer_is_reported(capsys, monkeypatch):
     result, said = run_attention(capsys, "--methods", "radix", "--peers", "all")
     assert set(result["missing"]) == set(PEERS) - {"sdpa"}
-    assert "sglang: needs a CUDA device" in said
+    assert "sglang is left out: needs a CUDA device" in said
     monkeypatch.setattr(PEERS["fasttree"], "module", "no_such_module", raising=False)
     assert "no_such_module" in PEERS["fasttree"].missing(torch.device("cuda"))
 

@@ -20,7 +20,7 @@ from treewise.bench.contender import Contender, Job
 from treewise.bench.floors import Machine
 from treewise.bench.measure import check_device, describe_machine, progress, report, time_calls, wall_time
 from treewise.bench.peers import PEERS, search_path
-from treewise.bench.summary import add_ratios, geometric_means, table
+from treewise.bench.summary import add_ratios, geometric_means, notes, table
 from treewise.bench.trees import find_trees
 from treewise.results import json_safe
 
@@ -135,8 +135,8 @@ def attention(
         json_file.write_text(json.dumps(json_safe(result), indent=1) + "\n", encoding="utf-8")
     if png is not None:
         draw(result, png)
-    for name, reason in missing.items():
-        print(f"{name}: {reason}", file=sys.stderr)
+    absent = [f"{name} is left out: {reason}" for name, reason in missing.items()]
+    print(*absent, *notes(rows), sep="\n", file=sys.stderr)
     rate = f"copy {machine.bandwidth / 1e9:.0f} GB/s, matrix product {machine.matrix / 1e12:.3g} TFLOP/s"
     report(f"attention, {heads} heads of {head_dim}, {dtype}, {device}; {rate}", table(result), result)
 

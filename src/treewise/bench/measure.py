@@ -121,7 +121,8 @@ def report(title: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, A
     """Print the rows as a table on standard error, and the result as one JSON line on standard output."""
     table = Table(title=title, title_justify="left")
     for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right", no_wrap=True)
+        words = isinstance(rows[0][column], str)
+        table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     for row in rows:
         table.add_row(*map(_cell, row.values()))
     Console(stderr=True, width=None if sys.stderr.isatty() else 140).print(table)

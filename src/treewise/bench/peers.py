@@ -177,7 +177,7 @@ class FlashInferCascade(_FlashInfer):
     """
 
     name = "flashinfer-cascade"
-    most_levels = 12
+    most_levels = 16
 
     def prepare(self, tree: TreeSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Job:
         """See `Contender`."""

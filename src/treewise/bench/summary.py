@@ -50,14 +50,22 @@ def table(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "peer/ours": row["against_peer"],
                 "error": row["error"],
                 "plan us": row["plan_us"],
-                "note": row["note"] or "",
             }
         )
     for method, mean in result["geometric_means"].items():
         shown = {"us": mean["run_us"], "of floor": mean["of_floor"], "peer/ours": mean["against_peer"]}
         label = f"geometric mean of {mean['trees']}"
-        lines.append(dict.fromkeys(lines[0]) | {"tree": label, "method": method, "note": ""} | shown)
+        lines.append(dict.fromkeys(lines[0]) | {"tree": label, "method": method} | shown)
     return lines
+
+
+def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say which methods did not run, why, and on which trees."""
+    trees: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["note"]:
+            trees.setdefault((row["method"], row["note"]), []).append(row["tree"])
+    return [f"{method} did not run on {', '.join(where)}: {note}" for (method, note), where in trees.items()]
 
 
 def _right(row: Mapping[str, Any]) -> bool:
