@@ -13,6 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from treewise.bench.floors import Machine
 from treewise.bench.measure import check_device, copy_bandwidth, describe_machine, time_calls
 from treewise.bench.peers import PEERS, FlashInferCascade
 from treewise.bench.summary import add_ratios, geometric_means
@@ -180,8 +181,11 @@ def test_a_chart_needs_matplotlib(capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_copy_bandwidth():
-    assert copy_bandwidth(torch.device("cuda")) > 1e11
+def test_rates_of_a_gpu():
+    place = torch.device("cuda")
+    assert copy_bandwidth(place) > 1e11
+    machine = Machine(place, torch.float16)
+    assert 1e-6 < machine.read_time(2**12) < machine.read_time(2**28) < 2**28 / 1e11
 
 
 @pytest.fixture(scope="module")
