@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treewise.plan import METHODS, TreeSpec, plan_tree
+from treewise.plan import METHODS, TreeSpec, partition, plan_tree
 from treewise.plan.data import ENTRY, FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
+from treewise.plan.layout import lay_out
 
 SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 PARTITIONS = [(method, "intervals") for method in METHODS] + [("deft:node", "words"), ("deft:flatten", "words")]
@@ -114,6 +115,19 @@ def test_a_causal_chunk_skips_what_its_rows_cannot_see():
     tiles = plan.items[np.argsort(plan.items[:, ROW_LOW])]
     assert tiles[:, KV_END].tolist() == [300, 400, 500, 600]
     assert tiles[:, FREE_END].tolist() == [201, 301, 401, 501]
+
+
+def test_a_long_prompt_chunk_is_neither_copied_nor_cut_on_a_gpu():
+    tree = TreeSpec([-1], [32768], [0] * 2048, range(30720, 32768))
+    layout = lay_out(tree, np.arange(32768, dtype=np.int32), None)
+    sizes = partition.blocks(torch.device("cuda"), 8, 4, None, None)
+    cut = partition.with_keys(partition.flatten(layout, sizes, partition.STEP), None)
+    assert len(cut.layout.kv_slots) == 32768
+    assert cut.items[:, ROW_LOW].tolist() == [*range(0, 2048, 32)]  # one item a row tile
+    assert cut.items[:, KV_END].tolist() == [*range(30752, 32769, 32)]
+    few = TreeSpec([-1], [32768], [0] * 64, range(32704, 32768))  # two row tiles do not fill the machine
+    layout = lay_out(few, np.arange(32768, dtype=np.int32), None)
+    assert len(partition.flatten(layout, sizes, partition.STEP).items) == 16
 
 
 def test_positions_may_have_gaps():

@@ -17,7 +17,7 @@ import torch
 from treewise.plan import partition
 from treewise.plan.data import ENTRY, FREE_END, IO, KV_START, Plan, merges, upload
 from treewise.plan.growth import find_room, with_room
-from treewise.plan.layout import Layout, lay_out
+from treewise.plan.layout import Layout, lay_out, unpack
 from treewise.plan.spec import TreeSpec, check, integers
 
 __all__ = ["IO", "METHODS", "Plan", "TreeSpec", "plan_tree"]
@@ -107,10 +107,14 @@ def plan_tree(
             raise ValueError(f"{name} is {limit}; it must be at least 1")
     if room < 0 or (room and mask != "intervals") or (room and method in ("medusa", "vanilla", "specinfer")):
         raise ValueError(f"room is {room}; it must be at least 0, and needs a method with mask='intervals'")
-    slots = np.arange(tree.num_tokens) if slots is None else slots
-    slot = integers("slots", slots, tree.num_tokens, "one a token, nodes in order")
-    check("slots", slot, (slot >= 0) & (slot < 2**31), "be 0 to 2147483647")
-    num_slots = int(slot.max(initial=-1)) + 1
+    slot = np.arange(tree.num_tokens, dtype=np.int32)
+    num_slots = tree.num_tokens
+    if slots is not None:
+        given = integers("slots", slots, tree.num_tokens, "one a token, nodes in order")
+        num_slots = int(given.max(initial=-1)) + 1
+        if given.min(initial=0) < 0 or num_slots > 2**31:
+            check("slots", given, (given >= 0) & (given < 2**31), "be 0 to 2147483647")
+        slot = given.astype(np.int32)
     if room:
         tree, slot = with_room(tree, slot, room)
 
@@ -126,33 +130,30 @@ def plan_tree(
         cut = partition.with_words(cut, window)
     cut = partition.in_launch_order(cut, group_size)
     items, cells = cut.items, cut.layout
-    row_position = cells.row_position - room
-    kv_slots, kv_low, kv_high = cells.kv_slots, cells.kv_low, cells.kv_high
-    place = find_room(kv_slots, tree.num_queries, room)
+    kv_slots, kv_readers = cells.kv_slots, cells.kv_readers
+    place, hidden = find_room(kv_slots, tree.num_queries, room)
     if room:
-        hidden = np.sort(place, axis=None)
-        kv_slots[hidden] = kv_low[hidden] = kv_high[hidden] = 0
+        kv_slots[hidden] = kv_readers[hidden] = 0
         following = np.append(hidden, len(kv_slots))[np.searchsorted(hidden, items[:, KV_START])]
         items[:, FREE_END] = np.minimum(items[:, FREE_END], following)
         if window is not None:
             items[:, FREE_END] = items[:, KV_START]
     items[:, ENTRY], reduce_rows, reduce_indptr, reduce_entries = merges(items, tree.num_queries)
-    flat = {
+    arrays: dict[str, Any] = {
         "row_order": cells.row_order,
-        "row_position": row_position,
+        "row_position": cells.row_position - room,
         "kv_slots": kv_slots,
-        "kv_low": kv_low,
-        "kv_high": kv_high,
         "kv_position": cells.kv_position,
         "items": items,
         "reduce_rows": reduce_rows,
         "reduce_indptr": reduce_indptr,
         "reduce_entries": reduce_entries,
     }
-    arrays: dict[str, Any] = {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in flat.items()}
+    arrays = {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in arrays.items()}
+    kv_low, kv_high = unpack(kv_readers)
     masks: dict[str, Any] = {"mask_words": cut.mask_words, "mask_dense": cut.mask_dense}
     extra = {
-        "kv_readers": np.stack((arrays["kv_low"], arrays["kv_high"]), axis=1).view(np.int64)[:, 0],  # one load for both
+        "kv_readers": kv_readers,  # one load for both ends
         "reduce_queries": arrays["row_order"][reduce_rows],
         "room": place,
     }
@@ -173,6 +174,8 @@ def plan_tree(
         group_tokens=cut.group_tokens,
         room=place,
         tensors=upload(arrays | masks | extra, device),
+        kv_low=kv_low,
+        kv_high=kv_high,
         **arrays,
         **masks,
     )
@@ -210,7 +213,9 @@ def _cut(
     step = partition.cutting_step(device, chunk)
     if method == "deft:flatten":
         sizes = partition.blocks(device, num_kv_heads, group_size, row_tile, chunk)
-        return partition.flatten(layout, window, sizes, step), max(sizes.shared.rows, sizes.paths.rows)
+        return partition.with_keys(partition.flatten(layout, sizes, step), window), max(
+            sizes.shared.rows, sizes.paths.rows
+        )
     rows = row_tile or (128 if device.type == "cpu" else max(1, 64 // group_size))
     match method:
         case "medusa":

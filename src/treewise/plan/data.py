@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treewise.plan.layout import indptr, pairs, ranges
+from treewise.plan.layout import indptr, pack, pairs, ranges, stable_order
 from treewise.plan.spec import Ints, integers
 
 # Columns of Plan.items: one row a work item, so that a kernel gets all it needs in one 32-byte load.
@@ -83,7 +83,8 @@ class Plan:
     grown : int
         How often the plan has grown.
     tensors : dict
-        The arrays above on the plan's device, uploaded in one copy.
+        What kernels read of the arrays above on the plan's device, uploaded in one copy; ``kv_readers`` is ``kv_low``
+        and ``kv_high`` in 64 bits, ``reduce_queries`` the queries of ``reduce_rows``.
     prepared : dict
         What a backend worked out once for this plan, by backend name.
     """
@@ -154,7 +155,7 @@ class Plan:
             "kv_slots": slot.astype(np.int32),
             "kv_low": row,
             "kv_high": row + 1,
-            "kv_readers": row.astype(np.int64) | (row.astype(np.int64) + 1) << 32,
+            "kv_readers": pack(row, row + 1),
         }
         for name in ("kv_slots", "kv_low", "kv_high"):
             getattr(self, name)[token] = arrays[name]
@@ -259,22 +260,22 @@ def merges(items: Ints, num_rows: int) -> tuple[Ints, Ints, Ints, Ints]:
     done = np.zeros(num_rows, bool)
     done[ranges(low[~partial], high[~partial])] = True
     reduce_rows = np.flatnonzero(~done)
-    # A stable sort of 16-bit keys is a radix sort, linear in the entries.
-    order = np.argsort(row.astype(np.uint16) if num_rows < 2**16 else row, kind="stable")
-    return entry, reduce_rows, indptr(counts[reduce_rows]), order
+    return entry, reduce_rows, indptr(counts[reduce_rows]), stable_order(row, num_rows)
 
 
 def upload(arrays: dict[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Put the arrays on the device in one copy, each on a 16-byte boundary."""
+    """Put the arrays on the device in one copy that nothing waits for, each on a 16-byte boundary."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    sizes = [-(-array.nbytes // 16) * 16 for array in arrays.values()]
-    offsets = np.cumsum([0, *sizes])
-    host = torch.empty(max(16, int(offsets[-1])), dtype=torch.uint8, pin_memory=True)
+    offsets = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays.values())]).tolist()
+    host = torch.empty(max(16, offsets[-1]), dtype=torch.uint8, pin_memory=True)
+    target = host.numpy()
     for array, offset in zip(arrays.values(), offsets, strict=False):
-        host[offset : offset + array.nbytes] = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        target[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
     whole = host.to(device, non_blocking=True)
-    return {
-        name: whole[offset : offset + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for (name, array), offset in zip(arrays.items(), offsets, strict=False)
-    }
+    kinds = {np.dtype(name): whole.view(getattr(torch, name)) for name in ("int32", "int64", "bool")}
+    placed = {}
+    for (name, array), offset in zip(arrays.items(), offsets, strict=False):
+        flat = kinds[array.dtype].narrow(0, offset // array.itemsize, array.size)
+        placed[name] = flat if array.ndim == 1 else flat.view(array.shape)
+    return placed

@@ -37,9 +37,9 @@ def with_room(tree: TreeSpec, slots: Ints, room: int) -> tuple[TreeSpec, Ints]:
     return grown, np.insert(slots, np.repeat(end, room), reserved.ravel())
 
 
-def find_room(kv_slots: Ints, num_queries: int, room: int) -> Ints:
-    """Find where the tokens of `with_room` stand: key tokens [room, queries]."""
+def find_room(kv_slots: Ints, num_queries: int, room: int) -> tuple[Ints, Ints]:
+    """Find where the tokens of `with_room` stand: key tokens [room, queries], and all of them in ascending order."""
     place = np.empty(room * num_queries, np.int64)
     token = np.flatnonzero(kv_slots < 0)
     place[-1 - kv_slots[token]] = token
-    return place.reshape(room, num_queries)
+    return place.reshape(room, num_queries), token

@@ -16,9 +16,10 @@ class Layout(NamedTuple):
     row_order: Ints
     row_position: Ints
     row_starts: npt.NDArray[np.bool_]  # whether a row does not follow the one before it on the next token of its node
-    kv_slots: Ints
-    kv_low: Ints
-    kv_high: Ints
+    row_seen: Ints  # tokens on each row's path, whatever the window
+    first_read: Ints  # key tokens [first_read[r], first_read[r + 1]) are seen by row r and none before it
+    kv_slots: Ints  # int32
+    kv_readers: Ints  # int64: the interval of rows that see each key token, see `pack`
     kv_position: Ints  # empty without a window
     node_start: Ints
     node_end: Ints  # key tokens [start, end) of each node
@@ -26,27 +27,40 @@ class Layout(NamedTuple):
     node_high: Ints  # its readers, rows [low, high)
     node_root: Ints  # which tree of the forest it belongs to
 
+    @property
+    def kv_low(self) -> Ints:
+        """First row that sees each key token; never decreases."""
+        return unpack(self.kv_readers)[0]
+
+    @property
+    def kv_high(self) -> Ints:
+        """End of the rows that see each key token."""
+        return unpack(self.kv_readers)[1]
+
 
 def lay_out(tree: TreeSpec, slots: Ints, window: int | None) -> Layout:
     """Order rows and key tokens depth-first and drop the key tokens that no row sees."""
     parent, length = tree.parent, tree.length
-    rank, size = _preorder(parent)
-    order = np.argsort(rank)  # nodes depth-first
-    depth = along_paths(parent, length, np.add)  # tokens down to each node's end
+    hops = reaches(parent)
+    rank, size = _preorder(parent, hops)
+    order = np.empty_like(rank)  # nodes depth-first
+    order[rank] = np.arange(len(rank))
+    depth = along_paths(hops, length, np.add)  # tokens down to each node's end
     first = np.cumsum(length) - length  # of each node, in the caller's token order
     node, offset = tree.query_node, tree.query_offset
     seen = depth[node] - length[node] + offset + 1
     check("query_node", node, seen > 0, "have a token on its path, or its query sees nothing")
 
     row_order = np.lexsort((offset, rank[node]))
-    row_node, row_offset = node[row_order], offset[row_order]
-    row_starts = (np.diff(row_node, prepend=-1) != 0) | (np.diff(row_offset, prepend=-2) != 1)
+    row_node, row_offset, row_seen = node[row_order], offset[row_order], seen[row_order]
+    row_starts = np.ones(len(row_order), bool)
+    row_starts[1:] = (row_node[1:] != row_node[:-1]) | (row_offset[1:] != row_offset[:-1] + 1)
     rows_before = indptr(np.bincount(rank[node], minlength=tree.num_nodes))
     low, high = rows_before[rank], rows_before[rank + size]
     if tree.position is None:
-        row_position = seen[row_order] - 1
+        row_position = row_seen - 1
     else:  # tokens of an ancestor come first in the caller's order, so the last one on a path has the largest index
-        last = along_paths(parent, np.where(length > 0, first + length - 1, -1), np.maximum)
+        last = along_paths(hops, np.where(length > 0, first + length - 1, -1), np.maximum)
         inherited = last[parent[row_node]]
         row_position = tree.position[np.where(row_offset < 0, inherited, first[row_node] + row_offset)]
 
@@ -54,64 +68,84 @@ def lay_out(tree: TreeSpec, slots: Ints, window: int | None) -> Layout:
     start = np.empty_like(used)  # of each node, in the depth-first token order
     start[order] = np.cumsum(used[order]) - used[order]
     kept = order[used[order] > 0]
-    node_of = np.repeat(kept, used[kept])
-    token = np.arange(len(node_of)) - start[node_of]  # offset of each key token in its node
-    kv_slots = slots[first[node_of] + token]
+    tokens = used[kept]
+    source = ranges(first[kept], first[kept] + tokens)  # the caller's number of each key token
     # Rows sit in token order, so a token's first reader is the number of rows before it.
-    kv_low = np.cumsum(np.bincount(start[row_node] + row_offset + 1, minlength=len(node_of) + 1))[: len(node_of)]
-    kv_high = high[node_of]
+    row_end = start[row_node] + row_offset + 1
+    kv_low = np.cumsum(np.bincount(row_end, minlength=len(source) + 1)[: len(source)])
+    kv_readers = pack(kv_low, np.repeat(high[kept], tokens))
     kv_position = np.zeros(0, np.int64)
+    needed = kv_low < unpack(kv_readers)[1]
     if window is not None:
-        if tree.position is None:
-            kv_position = (depth - length)[node_of] + token
-        else:
-            kv_position = tree.position[first[node_of] + token]
-    needed = kv_low < kv_high
-    if window is not None:
-        nearest = range_min(row_position, kv_low[needed], kv_high[needed])
+        kv_position = source - np.repeat((first - depth + length)[kept], tokens)
+        if tree.position is not None:
+            kv_position = tree.position[source]
+        nearest = range_min(row_position, kv_low[needed], unpack(kv_readers)[1][needed])
         needed[needed] = kv_position[needed] > nearest - window
         kv_position = kv_position[needed]
     if not needed.all():
-        node_of, kv_slots, kv_low, kv_high = node_of[needed], kv_slots[needed], kv_low[needed], kv_high[needed]
-        used = np.bincount(node_of, minlength=tree.num_nodes)
+        source, kv_readers, row_end = source[needed], kv_readers[needed], indptr(needed)[row_end]
+        used = np.bincount(np.repeat(kept, tokens)[needed], minlength=tree.num_nodes)
         kept = kept[used[kept] > 0]
-    ends = np.cumsum(used[kept])
+        tokens = used[kept]
+    kv_slots = slots.take(source)
+    ends = np.cumsum(tokens)
     root = np.cumsum(parent[order] < 0)[rank[kept]] - 1
     return Layout(
-        row_order, row_position, row_starts, kv_slots, kv_low, kv_high, kv_position,
-        ends - used[kept], ends, low[kept], high[kept], root,
+        row_order, row_position, row_starts, row_seen, np.append(0, row_end), kv_slots, kv_readers, kv_position,
+        ends - tokens, ends, low[kept], high[kept], root,
     )  # fmt: skip
 
 
-def _preorder(parent: Ints) -> tuple[Ints, Ints]:
+def pack(low: Ints, high: Ints) -> Ints:
+    """Put intervals into one 64-bit number each, the low ends in the lower halves."""
+    both = np.empty((len(low), 2), np.int32)
+    both[:, 0], both[:, 1] = low, high
+    return both.view(np.int64)[:, 0]
+
+
+def unpack(intervals: Ints) -> tuple[Ints, Ints]:
+    """Return views of the low and the high ends."""
+    both = intervals.view(np.int32)
+    return both[::2], both[1::2]
+
+
+def reaches(parent: Ints) -> list[Ints]:
+    """List where each node gets by 1, 2, 4, ... steps up; one more node stands above the roots."""
+    count = len(parent)
+    hop = np.append(np.where(parent < 0, count, parent), count)
+    hops = []
+    while hop.min() < count:
+        hops.append(hop)
+        hop = hop[hop]
+    return hops
+
+
+def _preorder(parent: Ints, hops: list[Ints]) -> tuple[Ints, Ints]:
     """Depth-first place and subtree size of each node, in a few passes that double their reach."""
     count = len(parent)
-    size = np.ones(count + 1, np.int64)
-    size[count] = 0  # stands above the roots
-    above = np.append(np.where(parent < 0, count, parent), count)
-    hop = above
-    while (hop < count).any():
-        size = size + np.bincount(hop, weights=size, minlength=count + 1).astype(np.int64)
-        size[count] = 0
-        hop = hop[hop]
-    siblings = np.argsort(above[:count], kind="stable")
-    ends = np.cumsum(size[siblings])
+    size = np.ones(count + 1)
+    for hop in hops:
+        size[count] = 0  # stands above the roots
+        size += np.bincount(hop, weights=size, minlength=count + 1)
+    sizes = size[:count].astype(np.int64)
+    above = np.where(parent < 0, count, parent)
+    siblings = np.argsort(above, kind="stable")
+    sizes_there = sizes[siblings]
+    ends = np.cumsum(sizes_there)
+    before = ends - sizes_there
     new = np.diff(above[siblings], prepend=-1) != 0
-    before = ends - size[siblings]
     step = np.empty(count, np.int64)  # from a parent's place to its child's
     step[siblings] = before - np.maximum.accumulate(np.where(new, before, 0)) + 1
-    return along_paths(parent, step, np.add) - 1, size[:count]
+    return along_paths(hops, step, np.add) - 1, sizes
 
 
-def along_paths(parent: Ints, values: Ints, combine: np.ufunc) -> Ints:
+def along_paths(hops: list[Ints], values: Ints, combine: np.ufunc) -> Ints:
     """Combine the values from each node's root down to the node; the ufunc's identity must be 0 or below values."""
-    count = len(parent)
     total = np.append(values, 0 if combine is np.add else -1)
-    hop = np.append(np.where(parent < 0, count, parent), count)
-    while (hop < count).any():
+    for hop in hops:
         total = combine(total, total[hop])
-        hop = hop[hop]
-    return total[:count]
+    return total[:-1]
 
 
 def range_min(values: Ints, low: Ints, high: Ints) -> Ints:
@@ -131,11 +165,20 @@ def indptr(counts: Ints) -> Ints:
 
 
 def ranges(start: Ints, end: Ints) -> Ints:
-    """Concatenate arange(start[i], end[i]) for all i."""
-    length = (end - start).astype(np.int64)
-    ends = np.cumsum(length)
-    within = np.arange(ends[-1] if len(ends) else 0)
-    return np.asarray(within + np.repeat(start - (ends - length), length))
+    """Concatenate arange(start[i], end[i]) for all i, none reversed."""
+    some = end > start
+    start, end = start[some], end[some]
+    ends = np.cumsum(end - start)
+    # Differences to the number before, summed in place: page faults of large intermediate arrays would cost more.
+    numbers = np.ones(ends[-1] if len(ends) else 0, np.int64)
+    numbers[:1] = start[:1]
+    numbers[ends[:-1]] += start[1:] - end[:-1]
+    return np.cumsum(numbers, out=numbers)
+
+
+def stable_order(keys: Ints, end: int) -> Ints:
+    """Order keys of [0, end), equal ones as they come; linear in time if 16 bits hold them."""
+    return np.argsort(keys.astype(np.uint16) if end <= 2**16 else keys, kind="stable")
 
 
 class Readers(Protocol):

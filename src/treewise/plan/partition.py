@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from treewise.plan.data import FREE_END, GROUP, KV_END, KV_START, MASK, ROW_HIGH, ROW_LOW
-from treewise.plan.layout import Layout, indptr, pairs, range_min, ranges
+from treewise.plan.layout import Layout, indptr, pack, pairs, range_min, ranges, stable_order
 from treewise.plan.spec import Ints
 
 STEP = 64
@@ -25,7 +25,8 @@ class Cut(NamedTuple):
     """How to cut one kind of list: into items of at most so many rows and key tokens.
 
     ``wanted`` pairs a number of items with a length: the fewest key tokens an item are taken that make no more items
-    than that, unless they pass the length; then the next pair decides.
+    than that, unless they pass the length; then the next pair decides. Where the lists alone are many times as many,
+    as those of a long prompt's rows are, an item may be as long as half of what each of that number would get.
     """
 
     rows: int
@@ -40,7 +41,8 @@ class Cut(NamedTuple):
             fits = (-(-length[:, None] // chunks) * count[:, None]).sum(0) <= items
             if fits.any():
                 return int(chunks[np.argmax(fits)])
-        return self.most
+        share = int(lengths.sum()) // (2 * self.wanted[-1][0]) if self.wanted else 0
+        return max(self.most, share)
 
 
 class Blocks(NamedTuple):
@@ -65,6 +67,7 @@ class Partition(NamedTuple):
     group_tokens: Ints
     mask_words: Ints = np.zeros(0, np.int64)
     mask_dense: npt.NDArray[np.bool_] = np.zeros((0, 0), bool)
+    parts: tuple[Ints, Ints] | None = None  # [start, end) of the layout's key tokens that are the partition's
 
 
 @functools.cache
@@ -91,7 +94,7 @@ def default_chunk(layout: Layout, row_tile: int, device: torch.device, num_kv_he
 
 def by_node(layout: Layout, window: int | None, row_tile: int, chunk: int, step: int) -> Partition:
     """One group a node and chunk of its key tokens, with all its readers."""
-    start, end = _even(layout.node_start, layout.node_end, np.full(len(layout.node_start), chunk), step)
+    _, start, end = _even(layout.node_start, layout.node_end, np.full(len(layout.node_start), chunk), step)
     return _by_tokens(layout, window, row_tile, start, end, np.zeros(len(start), bool))
 
 
@@ -118,7 +121,7 @@ def blocks(device: torch.device, num_kv_heads: int, group_size: int, row_tile: i
     )
 
 
-def flatten(layout: Layout, window: int | None, sizes: Blocks, step: int) -> Partition:
+def flatten(layout: Layout, sizes: Blocks, step: int) -> Partition:
     """Row tiles with the key tokens that they see, cut in even blocks.
 
     A long node is read by tiles of its own readers. All others are read along the paths of a row tile, those key
@@ -129,70 +132,108 @@ def flatten(layout: Layout, window: int | None, sizes: Blocks, step: int) -> Par
     lone = readers <= sizes.lone.rows
     own = length >= np.where(lone, sizes.lone_length, sizes.shared_length)
     long, short = np.flatnonzero(own), np.flatnonzero(~own)
-    which, number, count = _pieces(readers[long], np.where(lone, sizes.lone.rows, sizes.shared.rows)[long])
-    long = long[which]
-    low, readers = layout.node_low[long], readers[long]
-    num_rows = len(layout.row_order)
-    tiles = -(-num_rows // sizes.paths.rows)
+    path_cut = sizes.paths
+    if not lone[long].all():  # the multiprocessors are not for the paths alone
+        path_cut = path_cut._replace(wanted=path_cut.wanted[-1:])
+    own_items, own_fresh = _long_nodes(layout, sizes, step, long, lone[long])
+    items, fresh, part_start, part_end = _paths(layout, path_cut, step, short)
+    # The key arrays are those of the long nodes, once, and then the paths of each row tile.
+    start, end = layout.node_start[long], layout.node_end[long]
+    bounds = indptr(end - start)
+    own_items[:, [KV_START, KV_END, FREE_END]] += (bounds[:-1] - start)[own_items[:, GROUP], None]
+    items[:, [KV_START, KV_END, FREE_END]] += bounds[-1]
+    items = np.concatenate((own_items, items))
+    items[:, GROUP] = np.arange(len(items))
+    parts = (np.concatenate((start, part_start)), np.concatenate((end, part_end)))
+    return Partition(layout, items, np.concatenate((own_fresh, fresh)), parts=parts)
+
+
+def _long_nodes(layout: Layout, sizes: Blocks, step: int, long: Ints, lone: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Items of nodes that are read by tiles of their own readers, and the key tokens that each is the first to read.
+
+    The group of an item is the place of its node in `long`.
+    """
+    readers = layout.node_high[long] - layout.node_low[long]
+    which, number, count = _pieces(readers, np.where(lone, sizes.lone.rows, sizes.shared.rows))
+    node, readers, lone = long[which], readers[which], lone[which]
+    row_low = layout.node_low[node] + number * readers // count
+    row_high = layout.node_low[node] + (number + 1) * readers // count
+    start = layout.node_start[node]
+    end = np.minimum(layout.node_end[node], layout.first_read[row_high])
+    limit = np.zeros_like(start)
+    for kind, cut in ((lone, sizes.lone), (~lone, sizes.shared)):
+        limit[kind] = cut.chunk((end - start)[kind])
+    tile, kv_start, kv_end = _even(start, end, limit, step)
+    row_low, row_high = row_low[tile], row_high[tile]
+    fresh = kv_end - np.clip(layout.first_read[row_low], kv_start, kv_end)
+    row_low = np.maximum(row_low, layout.kv_low[kv_start])
+    free_end = np.clip(layout.first_read[row_low + 1], kv_start, kv_end)
+    return _items(row_low, row_high, kv_start, kv_end, free_end, which[tile]), fresh
+
+
+def _paths(layout: Layout, cut: Cut, step: int, short: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Items that read short nodes along the paths of row tiles, and the key tokens that each is the first to read.
+
+    Also returns of which parts [start, end) of the layout their key tokens consist.
+    """
+    num_rows, trees = len(layout.row_order), int(layout.node_root[-1]) + 1
+    tiles = -(-num_rows // cut.rows)
     bounds = np.arange(tiles + 1) * num_rows // tiles
     first = np.searchsorted(bounds, layout.node_low[short], side="right") - 1
     last = np.searchsorted(bounds, layout.node_high[short])
-    short, tile = np.repeat(short, last - first), ranges(first, last)
+    node, tile = np.repeat(short, last - first), ranges(first, last)
 
     # Segments: what a row tile sees of a node, mask-free and then masked. A list is all segments of a row tile.
-    node = np.concatenate((long, short))
-    row_low = np.concatenate((low + number * readers // count, bounds[tile]))
-    row_high = np.concatenate((low + (number + 1) * readers // count, bounds[tile + 1]))
-    trees = int(layout.node_root[-1]) + 1
-    own_list = np.concatenate((np.arange(len(long)), len(long) + tile * trees + layout.node_root[short]))
-    start = layout.node_start[node]
-    end = np.minimum(layout.node_end[node], np.searchsorted(layout.kv_low, row_high))
-    free = np.clip(np.searchsorted(layout.kv_low, row_low, side="right"), start, end)
-    free = np.where((layout.node_high[node] < row_high) | (window is not None), start, free)
-    start, end = np.concatenate((start, free)), np.concatenate((free, end))
-    masked = np.repeat((False, True), len(node))
-    node, own_list, row_low, row_high = (np.tile(array, 2) for array in (node, own_list, row_low, row_high))
-    order = np.lexsort((start, masked, own_list))
-    order = order[end[order] > start[order]]
-    node, own_list, row_low, row_high, start, end = (
-        array[order] for array in (node, own_list, row_low, row_high, start, end)
-    )
+    start, end = layout.node_start[node], np.minimum(layout.node_end[node], layout.first_read[bounds[tile + 1]])
+    free = np.clip(layout.first_read[bounds[tile] + 1], start, end)
+    free = np.where(layout.node_high[node] < bounds[tile + 1], start, free)
+    open_part, masked_part = np.flatnonzero(free > start), np.flatnonzero(end > free)
+    start, end = (np.concatenate((a[open_part], b[masked_part])) for a, b in ((start, free), (free, end)))
+    pair = np.concatenate((open_part, masked_part))
+    own_list = tile[pair] * trees + layout.node_root[node[pair]]
+    order = stable_order(own_list, tiles * trees)
+    start, end, own_list, node, tile = start[order], end[order], own_list[order], node[pair[order]], tile[pair[order]]
 
     # Lists are cut evenly; a part is what an item holds of a segment.
     offset = indptr(end - start)
     first = np.flatnonzero(np.diff(own_list, prepend=-1))
-    list_end = np.append(offset[first[1:]], offset[-1])
-    kind = np.where(own_list[first] >= len(long), 2, lone[node[first]])
-    limit = np.zeros_like(list_end)
-    path_cut = sizes.paths
-    if (kind == 0).any():  # the multiprocessors are not for the paths alone
-        path_cut = path_cut._replace(wanted=path_cut.wanted[-1:])
-    for which_kind, cut in enumerate((sizes.shared, sizes.lone, path_cut)):
-        limit[kind == which_kind] = cut.chunk((list_end - offset[first])[kind == which_kind])
-    kv_start, kv_end = _even(offset[first], list_end, limit, step)
-    part = np.union1d(offset[:-1], kv_start)
+    list_start, list_end = offset[first], offset[np.append(first[1:], len(own_list))]
+    chunk = cut.chunk(list_end - list_start)
+    _, kv_start, kv_end = _even(list_start, list_end, np.full(len(first), chunk), step)
+    part = np.sort(np.concatenate((offset[:-1], kv_start)), kind="stable")
+    part = part[np.diff(part, prepend=-1) > 0]
     segment = np.searchsorted(offset, part, side="right") - 1
     part_start = start[segment] + part - offset[segment]
     part_end = part_start + np.diff(part, append=offset[-1])
     head = np.searchsorted(part, kv_start)  # the first part of each item
-    item_low = np.maximum(row_low[segment[head]], np.minimum.reduceat(layout.kv_low[part_start], head))
-    item_high = np.minimum(row_high[segment[head]], np.maximum.reduceat(layout.node_high[node[segment]], head))
+    row_low, high = bounds[tile[segment]], layout.node_high[node[segment]]
+    item_low = np.maximum(row_low[head], np.minimum.reduceat(layout.kv_low[part_start], head))
+    item_high = np.minimum(bounds[tile[segment[head]] + 1], np.maximum.reduceat(high, head))
     item = np.repeat(np.arange(len(head)), np.diff(head, append=len(part)))
-    every = (layout.kv_low[part_end - 1] <= item_low[item]) & (layout.node_high[node[segment]] >= item_high[item])
+    every = (layout.kv_low[part_end - 1] <= item_low[item]) & (high >= item_high[item])
     free_end = np.minimum.reduceat(np.where(every, kv_end[item], part), head)
-    token = ranges(part_start, part_end)
-    paths = layout._replace(
-        kv_slots=layout.kv_slots[token],
-        kv_low=layout.kv_low[token],
-        kv_high=layout.kv_high[token],
-        kv_position=layout.kv_position[token] if window is not None else layout.kv_position,
-    )
     # A key token is first read by the tile of its first reader.
-    fresh = part_end - np.clip(np.searchsorted(layout.kv_low, row_low[segment]), part_start, part_end)
+    fresh = part_end - np.clip(layout.first_read[row_low], part_start, part_end)
+    items = _items(item_low, item_high, kv_start, kv_end, free_end, head)
+    return items, np.add.reduceat(fresh, head), part_start, part_end
+
+
+def with_keys(partition: Partition, window: int | None) -> Partition:
+    """List the key tokens of a partition that has only told of which parts of the layout they consist."""
+    if partition.parts is None:
+        return partition
+    layout, token = partition.layout, ranges(*partition.parts)
+    layout = layout._replace(
+        kv_slots=layout.kv_slots.take(token),
+        kv_readers=layout.kv_readers.take(token),
+        kv_position=layout.kv_position.take(token) if window is not None else layout.kv_position,
+    )
+    items = partition.items
     if window is not None:
-        kv_start, kv_end, free_end = _trim(paths, window, item_low, item_high, kv_start, kv_end)
-    items = _items(item_low, item_high, kv_start, kv_end, free_end, np.arange(len(head)))
-    return Partition(paths, items[kv_start < kv_end], np.add.reduceat(fresh, head))
+        bounds = _trim(layout, window, *items[:, [ROW_LOW, ROW_HIGH, KV_START, KV_END]].T)
+        items[:, [KV_START, KV_END, FREE_END]] = np.stack(bounds, axis=1)
+        items = items[items[:, KV_START] < items[:, KV_END]]
+    return Partition(layout, items, partition.group_tokens)
 
 
 def by_query(layout: Layout, window: int | None, row_tile: int, chunk: int, step: int) -> Partition:
@@ -205,22 +246,20 @@ def by_query(layout: Layout, window: int | None, row_tile: int, chunk: int, step
     sequence_of = np.cumsum(layout.row_starts) - 1  # a node's readers are whole sequences
     first, last = sequence_of[layout.node_low], sequence_of[layout.node_high - 1] + 1
     node, sequence = np.repeat(np.arange(len(first)), last - first), ranges(first, last)
-    by_sequence = np.argsort(sequence, kind="stable")
+    by_sequence = stable_order(sequence, len(sequence_low))
     node, sequence = node[by_sequence], sequence[by_sequence]
     start = layout.node_start[node]
-    seen = np.searchsorted(layout.kv_low, sequence_high[sequence] - 1, side="right")
-    end = np.minimum(layout.node_end[node], seen)
+    end = np.minimum(layout.node_end[node], layout.first_read[sequence_high[sequence]])
     token, reader = ranges(start, end), np.repeat(sequence, end - start)
     if window is not None:
         nearest = np.minimum.reduceat(layout.row_position, sequence_low)
         near = layout.kv_position[token] > nearest[reader] - window
         token, reader = token[near], reader[near]
     bounds = indptr(np.bincount(reader, minlength=len(sequence_low)))
-    start, end = _even(bounds[:-1], bounds[1:], np.full(len(sequence_low), chunk), step)
+    _, start, end = _even(bounds[:-1], bounds[1:], np.full(len(sequence_low), chunk), step)
     paths = layout._replace(
         kv_slots=layout.kv_slots[token],
-        kv_low=np.maximum(layout.kv_low[token], sequence_low[reader]),
-        kv_high=sequence_high[reader],
+        kv_readers=pack(np.maximum(layout.kv_low[token], sequence_low[reader]), sequence_high[reader]),
         kv_position=layout.kv_position[token] if window is not None else layout.kv_position,
     )
     return _by_tokens(paths, window, row_tile, start, end, np.zeros(len(start), bool))
@@ -276,13 +315,16 @@ def in_launch_order(partition: Partition, group_size: int) -> Partition:
     return partition._replace(items=items[np.lexsort((items[:, KV_START] - items[:, KV_END], -width))])
 
 
-def _even(start: Ints, end: Ints, limit: Ints, step: int) -> tuple[Ints, Ints]:
-    """Cut each range into the fewest pieces of at most its limit, as even as multiples of a step can be."""
+def _even(start: Ints, end: Ints, limit: Ints, step: int) -> tuple[Ints, Ints, Ints]:
+    """Cut each range into the fewest pieces of at most its limit, as even as multiples of a step can be.
+
+    Returns the range of each piece, its start and its end.
+    """
     whole, number, pieces = _pieces(end - start, limit)
     first, last, steps = start[whole], end[whole], (-(-(end - start) // step))[whole]
     piece_start: Ints = first + number * steps // pieces * step
     piece_end: Ints = np.minimum(first + (number + 1) * steps // pieces * step, last)
-    return piece_start, piece_end
+    return whole, piece_start, piece_end
 
 
 def _pieces(length: Ints, limit: Ints | int) -> tuple[Ints, Ints, Ints]:
@@ -311,8 +353,9 @@ def _by_tokens(
     row_high = np.minimum(row_low + row_tile, group_high[group])
     kv_start = start[group]
     # First readers never decrease in depth-first order, so what a tile sees of a single node is found by bisection.
-    kv_end = np.minimum(end[group], np.searchsorted(layout.kv_low, row_high))
-    free_end = np.clip(np.searchsorted(layout.kv_low, row_low, side="right"), kv_start, kv_end)
+    low = np.ascontiguousarray(layout.kv_low)
+    kv_end = np.minimum(end[group], np.searchsorted(low, row_high.astype(np.int32)))
+    free_end = np.clip(np.searchsorted(low, row_low.astype(np.int32), side="right"), kv_start, kv_end)
     hard = np.flatnonzero(mixed[group]) if window is None else np.arange(len(group))
     if len(hard):
         trimmed = _trim(layout, window, row_low[hard], row_high[hard], kv_start[hard], kv_end[hard])
