@@ -13,6 +13,7 @@ from treewise.config import ModelConfig
 from treewise.models import CausalLM
 from treewise.models.builtin import fetch_builtin
 from treewise.models.cache import cache_folder, make_once
+from treewise.ops import Heads, rotate
 
 REAL_MODELS = ("smollm2", "qwen2", "gemma3")
 
@@ -57,8 +58,9 @@ class DenseAttention:
         self.past: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self.positions = torch.empty(0, dtype=torch.int64)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
         config = self.config
+        q, k, v = rotate(heads, config.num_kv_heads)
         positions = self.positions  # of the rows of this call, set by run_dense
         if layer in self.past:
             past_k, past_v, past_positions = self.past[layer]
@@ -74,6 +76,8 @@ class DenseAttention:
         groups = config.num_heads // config.num_kv_heads
         k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))  # [heads, keys, dim]
         scores = q.transpose(0, 1) @ k.transpose(1, 2) * config.attention_scale
+        if (cap := config.attention_soft_cap) is not None:
+            scores = torch.tanh(scores / cap) * cap
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         return (weights @ v).transpose(0, 1)
 

@@ -10,6 +10,7 @@ import torch
 from treewise.config import ModelConfig, RopeConfig
 from treewise.llm import LLM
 from treewise.models import CausalLM, Tokenizer
+from treewise.ops import Heads, rotate
 
 EOS = 0
 VOCABULARY = 128
@@ -83,12 +84,14 @@ def idle(llm: LLM) -> None:
 
 
 @torch.inference_mode()
-def dense_logits(model: CausalLM, tokens: Sequence[int]) -> torch.Tensor:
+def dense_logits(model: CausalLM, tokens: Sequence[int], kv_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the logits at every position [tokens, vocabulary]: one sequence alone, no cache, no plan."""
     n = len(tokens)
     config = model.config
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, heads: Heads) -> torch.Tensor:
+        q, *pools = rotate(heads, config.num_kv_heads)
+        k, v = (pool.to(kv_dtype).to(q.dtype) for pool in pools)
         group = config.num_heads // config.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * config.attention_scale
         distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
@@ -101,11 +104,11 @@ def dense_logits(model: CausalLM, tokens: Sequence[int]) -> torch.Tensor:
     return model(torch.tensor(tokens), everything, attend, everything)
 
 
-def greedy(model: CausalLM, prompt: Sequence[int], count: int) -> list[int]:
+def greedy(model: CausalLM, prompt: Sequence[int], count: int, kv_dtype: torch.dtype = torch.float32) -> list[int]:
     """Return `count` greedy tokens after `prompt`, computed from scratch each time."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(dense_logits(model, tokens)[-1].argmax()))
+        tokens.append(int(dense_logits(model, tokens, kv_dtype)[-1].argmax()))
         if tokens[-1] == EOS:
             break
     return tokens[len(prompt) :]

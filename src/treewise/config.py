@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -39,6 +41,8 @@ class ModelConfig:
         Rotary position embedding of each layer.
     attention_scale : float
         Factor of the attention scores (``head_dim ** -0.5`` unless the model says otherwise).
+    attention_soft_cap, logit_soft_cap : float or None
+        Scores, or logits, become ``cap * tanh(x / cap)``.
     max_positions : int
         The longest context in tokens that the model was made for.
     activation : str
@@ -79,6 +83,8 @@ class ModelConfig:
     query_key_norm: bool = False
     norm_offset: bool = False
     sandwich_norms: bool = False
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -313,3 +319,10 @@ class BeamSearchParams:
         """What ends a hypothesis, in the form that every controller states it."""
         names = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output")
         return SamplingParams(temperature=0.0, **{name: getattr(self, name) for name in names})
+
+
+def cache_folder() -> Path:
+    """Tell where files are kept: ``$TREEWISE_CACHE``, else ``treewise`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := os.environ.get("TREEWISE_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "treewise"

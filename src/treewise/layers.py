@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treewise.config import ModelConfig, RopeConfig
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
+from treewise.ops import Heads, gated_activation, rms_norm
 
 
 class Attend(Protocol):
     """What a model asks of the engine: store a layer's new keys and values, and attend with its queries."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
         """Attend with the rows of one layer.
 
         Parameters
         ----------
         layer : int
             Which layer of the model asks; decides the window and the pool.
-        q : Tensor
-            ``[rows, heads, head_dim]``, rotary embedding applied.
-        k, v : Tensor
-            ``[rows, kv_heads, head_dim]``, rotary embedding applied to ``k``.
+        heads : Heads
+            Its queries, keys and values, and how `treewise.ops.rotate_and_store` is to make them ready.
 
         Returns
         -------
@@ -56,16 +47,14 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 in the order of operations of Transformers.
+    """Root-mean-square norm, see `treewise.ops.rms_norm`.
 
     Parameters
     ----------
     size : int
         Length of the last dimension, which is the one normalised.
-    eps : float
-        Added to the mean square.
-    offset : bool
-        Gemma's form: multiply by ``1 + weight``, and round to the input's type only after that.
+    eps, offset
+        As in `treewise.ops.rms_norm`.
     """
 
     def __init__(self, size: int, eps: float, offset: bool = False) -> None:
@@ -75,12 +64,12 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of ``x``."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.offset:
-            return (wide * (1.0 + self.weight.float())).to(x.dtype)
-        return self.weight * wide.to(x.dtype)
+        """Normalise rows ``x`` ``[rows, size]``."""
+        return self.add(x, None)[0]
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Add ``x`` to the residual stream, which begins with it where there is none; give the norm and the sum."""
+        return rms_norm(x, self.weight, self.eps, self.offset, residual)
 
 
 class Rotary(nn.Module):
@@ -93,32 +82,21 @@ class Rotary(nn.Module):
         self.scale = config.scale
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Give the cosines and sines at ``positions`` ``[rows]``, each ``[rows, 1, head_dim / 2]``."""
+        """Give the cosines and sines at ``positions`` ``[rows]``, each ``[rows, head_dim / 2]``."""
         angles = positions[:, None].float() * self.inverse_frequencies
-        return (
-            (angles.cos() * self.scale).to(dtype)[:, None],
-            (angles.sin() * self.scale).to(dtype)[:, None],
-        )
-
-
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply a rotary embedding's ``angles`` to ``x`` ``[rows, heads, head_dim]``."""
-    cos, sin = angles
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
 class Attention(nn.Module):
-    """Projections, optional query and key norms and rotary embedding around the engine's ``attend``."""
+    """Projections around the engine's ``attend``, which normalises and rotates queries and keys by the way."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        q_size = config.num_heads * config.head_dim
-        self.qkv = Linear(config.hidden_size, sum(self.head_counts) * config.head_dim, bias=config.qkv_bias)
-        self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
+        num_stacked = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = Linear(config.hidden_size, num_stacked * config.head_dim, bias=config.qkv_bias)
+        self.output = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
         self.query_key_norm = config.query_key_norm
         if config.query_key_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset)
@@ -126,12 +104,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Attend with rows ``x`` ``[rows, hidden]``; gives ``[rows, hidden]``."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [rows, heads + 2 * kv_heads, head_dim]
-        q, k, v = heads.split(self.head_counts, dim=1)
+        heads = Heads(self.qkv(x).unflatten(-1, (-1, self.head_dim)), *angles)
         if self.query_key_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        mixed = attend(self.layer, rotate(q, angles), rotate(k, angles), v)
-        projected: Tensor = self.output(mixed.flatten(1))
+            q_norm, k_norm = self.q_norm, self.k_norm
+            heads = heads._replace(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, offset=q_norm.offset)
+        projected: Tensor = self.output(attend(self.layer, heads).flatten(1))
         return projected
 
 
@@ -142,10 +119,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows ``x`` ``[rows, hidden]``; gives ``[rows, hidden]``."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        projected: Tensor = self.down(self.activation(gate) * up)
+        projected: Tensor = self.down(gated_activation(self.gate_up(x), self.activation))
         return projected

@@ -28,6 +28,9 @@ Prompt = str | Sequence[int]
 Message = dict[str, str]
 """One turn of a conversation: ``{"role": ..., "content": ...}``."""
 
+KV_CACHE_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
+"""Element types of keys and values by name; ``None`` is the type of the weights."""
+
 CPU_POOL_BYTES = 2 << 30
 GPU_POOL_SHARE = 0.85
 
@@ -63,7 +66,11 @@ class LLM:
     attention : str
         ``"auto"`` or a method of `treewise.attention.METHODS`, such as ``"deft:flatten"``.
     dtype : str
-        ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``; of weights, keys and values alike.
+        ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``; of the weights and all that is computed with them.
+        ``"auto"`` is float32 on a CPU; on a GPU the type of 16 bits that the model comes in, else bfloat16.
+    kv_cache_dtype : str
+        Type of keys and values in the pool: ``"auto"``, that of the weights, or ``"fp8_e4m3"``, which takes 8 bits and
+        keeps 3 of the mantissa.
     device : str
         ``"auto"``, ``"cpu"``, ``"cuda"``.
     pool : {"paged", "contiguous"}
@@ -95,6 +102,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         attention: str = "auto",
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         device: str = "auto",
         pool: str = "paged",
         page_size: int = 16,
@@ -107,6 +115,8 @@ class LLM:
         device = _resolve_device(device)
         if max_num_rows < 1:
             raise ValueError(f"max_num_rows: {max_num_rows} rows a step are too few; at least 1")
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype is {kv_cache_dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}")
         if isinstance(model, CausalLM):
             if tokenizer is None:
                 raise ValueError("tokenizer: a model in memory needs the tokenizer that belongs to it")
@@ -118,10 +128,11 @@ class LLM:
         if max_model_len is not None and not 0 < max_model_len <= config.max_positions:
             raise ValueError(f"max_model_len: {max_model_len} is not within 1 to the model's {config.max_positions}")
         self.max_model_len = config.max_positions if max_model_len is None else max_model_len
+        kv_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or causal_lm.dtype
         if num_kv_slots is None:
-            num_kv_slots = self._default_slots(causal_lm, page_size)
+            num_kv_slots = self._default_slots(causal_lm, kv_dtype, page_size)
         slots = make_pool(pool, num_kv_slots, page_size)
-        runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size)
+        runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype)
         self.engine = Engine(
             runner,
             KVManager(Forest(), slots, enable_prefix_caching),
@@ -295,9 +306,9 @@ class LLM:
             return self.tokenizer.encode(prompt)
         return checked_tokens("prompt", prompt, self.tokenizer.vocab_size)
 
-    def _default_slots(self, model: CausalLM, page_size: int) -> int:
+    def _default_slots(self, model: CausalLM, kv_dtype: torch.dtype, page_size: int) -> int:
         config = model.config
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
+        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
         if model.device.type == "cuda":
             room = int(torch.cuda.mem_get_info(model.device)[0] * GPU_POOL_SHARE)
         else:

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treewise.attention import AttentionSpec, Plan, TreeSpec, get_backend, plan_tree, run_plan, store_kv
+from treewise.attention import AttentionSpec, Plan, TreeSpec, get_backend, plan_tree, run_plan
 from treewise.batch import Batch
 from treewise.kv import Copy, KVManager, Slots
 from treewise.models import CausalLM
+from treewise.ops import Heads, rotate_and_store
 
 Plans = dict[int | None, Plan]
 """The plan of each sliding window that the model's layers have; ``None`` is full attention."""
@@ -29,6 +30,8 @@ class Runner:
         Method of attention, see `treewise.attention.plan_tree`.
     num_slots, page_size : int
         Of the pool that hands out the slots.
+    kv_dtype : torch.dtype
+        Element type of keys and values.
 
     Raises
     ------
@@ -43,15 +46,16 @@ class Runner:
         Of keys and values, over all layers.
     """
 
-    def __init__(self, model: CausalLM, attention: str, num_slots: int, page_size: int) -> None:
+    def __init__(self, model: CausalLM, attention: str, num_slots: int, page_size: int, kv_dtype: torch.dtype) -> None:
         self.model = model
         self.attention = attention
         self.page_size = page_size
         config = model.config
         self.device, self.dtype = model.device, model.dtype
         shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
-        self.k = _zeros(shape, self.dtype, self.device)
-        self.v = _zeros(shape, self.dtype, self.device)
+        self.kv_dtype = kv_dtype
+        self.k = _zeros(shape, self.kv_dtype, self.device)
+        self.v = _zeros(shape, self.kv_dtype, self.device)
         self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
         self._refuse_unsupported()
 
@@ -82,12 +86,13 @@ class Runner:
         for copy in kv.take_copies():
             self._copy(copy)
         slots = self._upload(batch.store_slots(kv))
-        windows = self.model.config.layer_windows
-        scale = self.model.config.attention_scale
+        config = self.model.config
+        windows, scale, soft_cap = config.layer_windows, config.attention_scale, config.attention_soft_cap
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            store_kv(k, v, self.k[layer], self.v[layer], slots)
-            return cast(Tensor, run_plan(plans[windows[layer]], q, self.k[layer], self.v[layer], scale=scale))
+        def attend(layer: int, heads: Heads) -> Tensor:
+            k, v = self.k[layer], self.v[layer]
+            q = rotate_and_store(heads, k, v, slots)
+            return cast(Tensor, run_plan(plans[windows[layer]], q, k, v, scale=scale, soft_cap=soft_cap))
 
         logit_rows = self._upload(np.asarray(batch.logit_rows, np.int64))
         logits = self.model(self._upload(batch.tokens()), self._upload(batch.positions()), attend, logit_rows)
@@ -105,6 +110,7 @@ class Runner:
                 slots=slots,
                 page_size=self.page_size,
                 dtype=self.dtype,
+                kv_dtype=self.kv_dtype,
                 device=self.device,
                 window=window,
             )
@@ -121,7 +127,8 @@ class Runner:
     def _copy(self, copy: Copy) -> None:
         source, target = self._upload(copy.source), self._upload(copy.target)
         for pool in (self.k, self.v):
-            pool[:, target] = pool[:, source]
+            raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool  # not every operation knows 8-bit floats
+            raw[:, target] = raw[:, source]
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)

@@ -47,6 +47,9 @@ MODELS = {
     ),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 16}),
     "qwen3-biases": ("Qwen3", {**SIZES, "head_dim": 16, "attention_bias": True}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma2-defaults": ("Gemma2", GEMMA),
+    "gemma2-no-caps": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3": ("Gemma3Text", GEMMA),
     "gemma3-global-scaling": (
         "Gemma3Text",
@@ -98,7 +101,7 @@ def test_logits_equal_transformers(name, tmp_path):
     assert_close(run_dense(ours, TOKENS), their_logits(theirs))
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "qwen2-upper-windows", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-upper-windows", "gemma2", "gemma3"])
 def test_windows_change_the_logits(name, tmp_path):
     """Otherwise the comparison above would say nothing about windows."""
     theirs = make_theirs(name)
@@ -244,7 +247,6 @@ CONFIG = {**SIZES, "architectures": ["LlamaForCausalLM"]}
         ({"num_attention_heads": 5}, "num_attention_heads 5 is not a multiple of num_key_value_heads 2"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; choose from silu"),
         ({"num_local_experts": 8}, "mixtures of experts"),
-        ({"final_logit_softcapping": 30.0}, "soft-capped"),
         ({"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised"),
         ({"layer_types": ["full_attention"] * 2}, "names 2 layers"),
         ({"layer_types": ["linear_attention"] * 3}, "linear_attention"),

@@ -26,6 +26,8 @@ class ModelOptions:
         The attention method; auto picks by tree and device.
     dtype : str
         auto, float32, float16 or bfloat16.
+    kv_cache_dtype : str
+        Type of keys and values: auto, that of the weights, or fp8_e4m3, half of 16 bits.
     device : str
         auto, cpu or cuda.
     pool : str
@@ -47,6 +49,7 @@ class ModelOptions:
     model: str = "smollm2-135m"
     attention: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     pool: str = "paged"
     page_size: int = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -13,26 +14,32 @@ from treewise.layers import Attend, Attention, Embedding, GatedMLP, Linear, RMSN
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a gated MLP, each on a normalised residual stream."""
+    """Attention and a gated MLP, each on a normalised residual stream.
+
+    The output of an MLP is added to the stream by the norm that comes next, which is the next layer's.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
 
-        def norm(present: bool = True) -> nn.Module:
-            return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset) if present else nn.Identity()
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
 
         self.attention_norm = norm()
         self.attention = Attention(config, layer)
-        self.attention_output_norm = norm(config.sandwich_norms)
+        self.attention_output_norm = norm() if config.sandwich_norms else nn.Identity()
         self.mlp_norm = norm()
         self.mlp = GatedMLP(config)
-        self.mlp_output_norm = norm(config.sandwich_norms)
+        self.mlp_output_norm = norm() if config.sandwich_norms else nn.Identity()
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Transform the residual stream ``x`` ``[rows, hidden]``."""
-        x = x + self.attention_output_norm(self.attention(self.attention_norm(x), angles, attend))
-        x = x + self.mlp_output_norm(self.mlp(self.mlp_norm(x)))
-        return x
+    def forward(
+        self, x: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Add ``x`` ``[rows, hidden]`` to the residual stream; gives the output, not yet added, and the stream."""
+        x, residual = self.attention_norm.add(x, residual)
+        x = self.attention_output_norm(self.attention(x, angles, attend))
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp_output_norm(self.mlp(x)), residual
 
 
 class CausalLM(nn.Module):
@@ -81,6 +88,8 @@ class CausalLM(nn.Module):
             ``[rows]`` int64 logical positions, for the rotary embedding.
         attend : Attend
             Called once a layer with the rows' queries, keys and values; which row sees what is its business.
+            Nothing here waits for the device or makes tensors on the host: where `attend` does not either, a
+            forward can be captured in a CUDA graph once one like it has run.
         logit_rows : Tensor
             ``[m]`` int64 indices of the rows whose logits are wanted.
 
@@ -91,14 +100,18 @@ class CausalLM(nn.Module):
         """
         x = self.embedding(tokens)
         if self.config.embedding_scale != 1.0:
-            # NOTE: the factor is rounded to the model's type first, as Gemma was trained.
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
+            x = x * _rounded(self.config.embedding_scale, x.dtype)
         angles = [rope(positions, x.dtype) for rope in self.ropes]
+        residual: Tensor | None = None
         for layer, rope in zip(self.layers, self.layer_ropes, strict=True):
-            x = layer(x, angles[rope], attend)
-        x = self.norm(x[logit_rows])
+            x, residual = layer(x, residual, angles[rope], attend)
+        x = x.index_select(0, logit_rows)
+        x, _ = self.norm.add(x, None if residual is None else residual.index_select(0, logit_rows))
         head = self.embedding if self.config.tie_embeddings else self.head
-        return F.linear(x, head.weight).float()
+        logits = F.linear(x, head.weight).float()
+        if (cap := self.config.logit_soft_cap) is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
         """Yield each parameter's name with the checkpoint tensors stacked in it, by name, and their shapes.
@@ -127,6 +140,12 @@ class CausalLM(nn.Module):
                     for source, count in zip(parts[part], rows, strict=True)
                 },
             )
+
+
+@functools.cache
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    """Round to a type: Gemma's factor of the embeddings was rounded to the model's type when it was trained."""
+    return torch.tensor(factor, dtype=dtype, device="cpu").item()
 
 
 # Names of our modules and of the Transformers modules whose weights they take.

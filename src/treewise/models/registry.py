@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treewise.config import ModelConfig, RopeConfig
-from treewise.layers import ACTIVATIONS
 from treewise.models.rope import make_rope
+from treewise.ops import ACTIVATIONS
 
 Raw = Mapping[str, Any]
 
@@ -26,6 +26,11 @@ def _upper_windows(raw: Raw) -> list[bool]:
     if not raw["use_sliding_window"]:
         return _no_windows(raw)
     return [layer >= raw["max_window_layers"] for layer in range(raw["num_hidden_layers"])]
+
+
+def _alternate_windows(raw: Raw) -> list[bool]:
+    """Gemma 2: every second layer, the first among them, has a window."""
+    return [layer % 2 == 0 for layer in range(raw["num_hidden_layers"])]
 
 
 def _pattern_windows(raw: Raw) -> list[bool]:
@@ -86,23 +91,36 @@ _COMMON = {
     "mlp_bias": False,
 }
 _QWEN = {**_COMMON, "max_position_embeddings": 32_768, "use_sliding_window": False, "max_window_layers": 28}
+_GEMMA = {
+    **_COMMON,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA2 = Architecture(
+    defaults={
+        **_GEMMA,
+        "vocab_size": 256_000,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    windows=_alternate_windows,
+    scaled_embeddings=True,
+    fixed={"norm_offset": True, "sandwich_norms": True},
+)
 _GEMMA3 = Architecture(
     defaults={
+        **_GEMMA,
         "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
@@ -120,6 +138,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen2ForCausalLM": Architecture(_QWEN, _upper_windows, fixed={"qkv_bias": True, "output_bias": False}),
     "Qwen3ForCausalLM": Architecture({**_QWEN, "head_dim": 128}, _upper_windows, fixed={"query_key_norm": True}),
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
 }
@@ -127,12 +146,13 @@ ARCHITECTURES: dict[str, Architecture] = {
 # Settings that would change the results and that the decoder does not have: each is refused unless absent or false.
 UNSUPPORTED = {
     "quantization_config": "the weights are quantised",
-    "attn_logit_softcapping": "attention scores are soft-capped",
-    "final_logit_softcapping": "logits are soft-capped",
     "use_bidirectional_attention": "attention is not causal",
     "num_experts": "layers are mixtures of experts",
     "num_local_experts": "layers are mixtures of experts",
 }
+
+# Settings that a null switches off; elsewhere a null means the default.
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 def read_config(config: Raw) -> ModelConfig:
@@ -158,8 +178,7 @@ def read_config(config: Raw) -> ModelConfig:
         raise ValueError(f"architecture {name!r} is not supported; the known ones are {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[name]
     text_config = config.get("text_config") or config
-    # A null means the default, except where it switches windows off.
-    given = {key: value for key, value in text_config.items() if value is not None or key == "sliding_window"}
+    given = {key: value for key, value in text_config.items() if value is not None or key in NULLABLE}
     raw = {**architecture.defaults, **given}
     for key, reason in UNSUPPORTED.items():
         if raw.get(key):
@@ -209,6 +228,8 @@ def _translate(name: str, architecture: Architecture, raw: Raw) -> ModelConfig:
         norm_eps=raw["rms_norm_eps"],
         tie_embeddings=raw["tie_word_embeddings"],
         activation=activation,
+        attention_soft_cap=raw.get("attn_logit_softcapping"),
+        logit_soft_cap=raw.get("final_logit_softcapping"),
         raw=dict(raw),
         **fields,
     )

@@ -1,0 +1,71 @@
+"""The ops as one Triton kernel each."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from treewise.attention.backend import FP8
+from treewise.ops import kernels
+from treewise.ops.plain import Heads
+
+COLUMNS = 1024
+"""Columns of a program that takes a part of a row: eight a thread of its four warps."""
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: bool, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `treewise.ops.rms_norm`."""
+    x = x.contiguous()
+    normed = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    block = triton.next_power_of_2(x.shape[1])
+    kernels.norm_rows[(len(x),)](
+        x, None if residual is None else residual.contiguous(), weight, normed, total, eps,
+        SIZE=x.shape[1], BLOCK=block, OFFSET=offset, num_warps=max(1, min(16, block // 256)), **_overlap(x.device),
+    )  # fmt: skip
+    return normed, total
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """See `treewise.ops.gated_activation`."""
+    gate_up = gate_up.contiguous()
+    rows, size = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, size))
+    kernels.gate_rows[(rows, triton.cdiv(size, COLUMNS))](
+        gate_up, out, SIZE=size, BLOCK=COLUMNS, GELU={"silu": False, "gelu_pytorch_tanh": True}[activation],
+        num_warps=4, **_overlap(gate_up.device),
+    )  # fmt: skip
+    return out
+
+
+def rotate_and_store(
+    heads: Heads, k: Tensor, v: Tensor, slots: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> Tensor:
+    """See `treewise.ops.rotate_and_store`."""
+    stacked = heads.stacked.contiguous()
+    rows, total, dim = stacked.shape
+    num_kv_heads = k.shape[1]
+    num_heads = total - 2 * num_kv_heads
+    q = stacked.new_empty((rows, num_heads, dim))
+    half_pad = triton.next_power_of_2(dim // 2)
+    block = max(1, min(triton.next_power_of_2(total), COLUMNS // half_pad))
+    kernels.rotate_heads[(rows * triton.cdiv(total, block),)](
+        stacked, heads.cos, heads.sin, heads.q_norm, heads.k_norm, q, k, v, k_scale, v_scale, slots, heads.eps,
+        torch.finfo(k.dtype).max, *k.stride()[:2], *v.stride()[:2],
+        HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=dim // 2, HALF_PAD=half_pad, BLOCK=block, OFFSET=heads.offset,
+        LIMITED=k.dtype == FP8, num_warps=4, **_overlap(stacked.device),
+    )  # fmt: skip
+    return q
+
+
+@functools.cache
+def _overlap(device: torch.device) -> dict[str, Any]:
+    """Return what a kernel is launched with where it may start before the one in front of it has ended."""
+    overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": overlap, "launch_pdl": overlap}

@@ -1,0 +1,86 @@
+"""The ops in plain torch, in the order of operations of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treewise.attention import store_kv
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""Activations of gated MLPs by Transformers' names."""
+
+
+class Heads(NamedTuple):
+    """A layer's stacked queries, keys and values, and what is done to each head of them before attention.
+
+    Attributes
+    ----------
+    stacked : Tensor [rows, heads + 2 * kv_heads, head_dim]
+        Queries, then keys, then values.
+    cos, sin : Tensor [rows, head_dim / 2]
+        Of the angles by which the pairs ``(i, i + head_dim / 2)`` of queries and keys are turned.
+    q_norm, k_norm : Tensor [head_dim] or None
+        Weights of the norm of each query and key before it is turned; both or neither.
+    eps, offset
+        Of that norm, as in `treewise.ops.rms_norm`.
+    """
+
+    stacked: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    offset: bool = False
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: bool, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `treewise.ops.rms_norm`."""
+    if residual is not None:
+        x = residual + x
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed = (wide * (1.0 + weight.float())).to(x.dtype) if offset else weight * wide.to(x.dtype)
+    return normed, x
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """See `treewise.ops.gated_activation`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def rotate(heads: Heads, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a layer's queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], ready to attend."""
+    counts = (heads.stacked.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
+    q, k, v = heads.stacked.split(counts, dim=1)
+    if heads.q_norm is not None and heads.k_norm is not None:
+        q, _ = rms_norm(q, heads.q_norm, heads.eps, heads.offset)
+        k, _ = rms_norm(k, heads.k_norm, heads.eps, heads.offset)
+    return _turn(q, heads), _turn(k, heads), v
+
+
+def rotate_and_store(
+    heads: Heads, k: Tensor, v: Tensor, slots: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> Tensor:
+    """See `treewise.ops.rotate_and_store`."""
+    q, k_new, v_new = rotate(heads, k.shape[1])
+    store_kv(k_new, v_new, k, v, slots.long(), k_scale=k_scale, v_scale=v_scale)
+    return q
+
+
+def _turn(x: Tensor, heads: Heads) -> Tensor:
+    cos, sin = heads.cos[:, None], heads.sin[:, None]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
