@@ -70,7 +70,7 @@ def buffers_take_one_plan_after_another(method, device, dtype, replay=None):
         slots = torch.randperm(800)[: tree.num_tokens]
         return plan_tree(tree, method, slots=slots, room=2, **shape)
 
-    first = plan([-1, 0, 0, 0], [300, 30, 30, 3], [1, 2, 3])
+    first = plan([-1, 0, 0, 0, 0, 0], [300, 30, 30, 3, 9, 1], [1, 2, 3, 4, 5])
     buffers = PlanBuffers(first, rows=8)
     out = torch.empty_like(q)
 
@@ -103,5 +103,5 @@ def buffers_take_one_plan_after_another(method, device, dtype, replay=None):
         ValueError, match="the plan does not fit these buffers: its head_dim is 32, that of the buffers"
     ):
         buffers.load(plan_tree(TreeSpec([-1], [4], [0]), method, **{**shape, "head_dim": 32}))
-    with pytest.raises(ValueError, match="rows is 2; the plan has 3"):
+    with pytest.raises(ValueError, match="rows is 2; the plan has 5"):
         PlanBuffers(first, rows=2)

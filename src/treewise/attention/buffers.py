@@ -11,6 +11,7 @@ import numpy as np
 from treewise.attention.triton import Launch, TritonBackend, prepare
 from treewise.plan import Plan
 from treewise.plan.data import upload
+from treewise.plan.partition import multiprocessors
 
 
 class PlanBuffers:
@@ -52,19 +53,23 @@ class PlanBuffers:
         if rows < plan.num_rows:
             raise ValueError(f"rows is {rows}; the plan has {plan.num_rows}")
         work = prepare(plan)
-        capacity = [_round_up(launch.num_items) for launch in work.launches]
+        # Programs without an item wait for a multiprocessor like others: where all items run at once, none is spare.
+        wave = max(1, multiprocessors(plan.device) // plan.num_kv_heads)
+        waves = [-(-launch.num_items // wave) for launch in work.launches]
+        capacity = [wave * (number + number // 8) for number in waves]
         first = [0, *accumulate(capacity)]
         launches = tuple(
-            launch._replace(first=start, num_items=items, masked=True, split=launch.split or 6)
+            launch._replace(first=start, num_items=items)
             for launch, start, items in zip(work.launches, first, capacity, strict=False)
         )
+        merged = min(rows, max(128, _round_up(len(plan.reduce_rows)) + rows - plan.num_rows))
         sizes = {
             "row_order": rows,
             "row_position": rows,
             "kv_slots": _round_up(len(plan.kv_slots)),
             "kv_position": _round_up(len(plan.kv_position)),
-            "reduce_rows": rows,
-            "reduce_indptr": rows + 1,
+            "reduce_rows": merged,
+            "reduce_indptr": merged + 1,
             "reduce_entries": _round_up(plan.num_entries),
         }
         arrays: dict[str, Any] = {name: np.zeros(size, np.int32) for name, size in sizes.items()}
@@ -93,6 +98,9 @@ class PlanBuffers:
         for name in ("row_order", "kv_slots", "reduce_entries"):
             if len(getattr(plan, name)) > len(getattr(mine, name)):
                 return f"it has {len(getattr(plan, name))} {name}, the buffers hold {len(getattr(mine, name))}"
+        merged = len(plan.reduce_rows) + mine.num_rows - plan.num_rows
+        if merged > len(mine.reduce_rows):
+            return f"it has {merged} rows to merge, the buffers hold {len(mine.reduce_rows)}"
         if prepare(mine).ordered and not prepare(plan).ordered:
             return "its rows are not in the order of the queries, those of the buffers are"
         if self._assign(plan) is None:
@@ -118,9 +126,9 @@ class PlanBuffers:
             items[target.first : target.first + source.num_items] = plan.items[source.first :][: source.num_items]
         # Queries beyond those of the plan are merged from nothing.
         spare = np.arange(rows, mine.num_rows)
-        queries = np.full(mine.num_rows, -1, np.int32)
+        queries = np.full(len(mine.reduce_rows), -1, np.int32)
         queries[: merged + len(spare)] = np.concatenate((plan.row_order[plan.reduce_rows], spare))
-        bounds = np.full(mine.num_rows + 1, plan.num_entries, np.int32)
+        bounds = np.full(len(queries) + 1, plan.num_entries, np.int32)
         bounds[: merged + 1] = plan.reduce_indptr
         small = {"items": items, "reduce_queries": queries, "reduce_indptr": bounds}
         for name, tensor in upload(small, plan.device).items():
@@ -144,7 +152,7 @@ class PlanBuffers:
 
 def _takes(kernel: Launch, launch: Launch) -> bool:
     fits = launch.packed <= kernel.packed and launch.num_items <= kernel.num_items
-    return fits and launch.run % kernel.run == 0
+    return fits and kernel.masked >= launch.masked and launch.run % kernel.run == 0
 
 
 def _round_up(size: int) -> int:

@@ -131,12 +131,9 @@ def _attend_tile(
 
 @triton.jit
 def _load_slots(kv_slots, first, end, TOKENS: tl.constexpr, RUN: tl.constexpr):
-    """Slots of the step's key tokens; runs of RUN consecutive slots, counted from the item's start, are read once."""
-    column = tl.arange(0, TOKENS)
-    if RUN >= TOKENS:
-        return tl.load(kv_slots + tl.minimum(first, end - 1)) + column
-    place = first + column // RUN * RUN
-    return tl.load(kv_slots + place, mask=place < end, other=0) + column % RUN
+    """First slot of the run in which each of the step's key tokens lies: one address a run of RUN slots."""
+    place = first + tl.arange(0, TOKENS) // RUN * RUN
+    return tl.load(kv_slots + place, mask=place < end, other=0)
 
 
 @triton.jit
@@ -154,7 +151,7 @@ def _attend_tokens(
     for first in tl.range(start, end, TOKENS, num_stages=STAGES):
         token = first + column
         inside = (token < end) | WHOLE
-        place = slot.to(tl.int64)
+        place = (slot + column % RUN).to(tl.int64)
         key = tl.load(
             keys + place[None, :] * k_slot + dim[:, None], mask=inside[None, :] & (dim < DIM)[:, None], other=0.0
         )  # [dim, tokens]

@@ -190,7 +190,7 @@ def _launches(plan: Plan, row_bytes: int) -> tuple[Launch, ...]:
         width = max(16, triton.next_power_of_2(int(packed[first:end].max())))
         masked = bool((free[first:end] < length[first:end]).any())
         warps = 8 if width > 64 or plan.head_dim > 128 else 4
-        run = int(runs[first:end].min())
+        run = int(runs[first:end].min()) if width <= 32 else 1  # wider ones have better use for their registers
         launch = Launch(first, end - first, width, masked, tokens, stages, warps, run=run if run >= 16 else 1)
         at_once = launch.num_items * plan.num_kv_heads <= 3 * multiprocessors(plan.device)
         if not large and 16 < width <= 64 and length[first] <= SHORT and at_once:
