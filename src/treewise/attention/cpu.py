@@ -14,12 +14,9 @@ import torch
 from treewise.attention.backend import FP8, AttentionSpec, Scoring, quantise, read
 from treewise.plan import Plan
 from treewise.plan.data import ENTRY, FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
+from treewise.plan.partition import ALONE, BATCH
 from treewise.plan.spec import Ints
 
-ALONE = 1 << 10
-"""Items with at least so many (row, key token) pairs run alone: their products outweigh the calls."""
-BATCH = 1 << 18
-"""Most elements that a batch gathers from the pool, to stay in the cache."""
 MERGE = 1 << 22
 """Most elements of partial outputs that are merged at once."""
 

@@ -17,7 +17,7 @@ def env() -> None:
     """Print versions, devices and folders, for bug reports."""
     import torch
 
-    from treewise.models.cache import cache_folder
+    from treewise.config import cache_folder
 
     lines = {"python": f"{platform.python_version()} ({sys.executable})", "platform": platform.platform()}
     for package in PACKAGES:
@@ -40,8 +40,8 @@ def env() -> None:
 
 def models() -> None:
     """List the built-in models and the converted copies in the cache."""
+    from treewise.config import cache_folder
     from treewise.models.builtin import BUILTIN_MODELS
-    from treewise.models.cache import cache_folder
 
     print("Built-in models, fetched when first used:")
     for name, model in BUILTIN_MODELS.items():

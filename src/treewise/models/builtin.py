@@ -14,7 +14,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from treewise.models.cache import BLOCK, cache_folder, make_once, progress, sha256
+from treewise.config import cache_folder
+from treewise.models.cache import BLOCK, make_once, progress, sha256
 
 
 @dataclass(frozen=True)

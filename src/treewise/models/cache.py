@@ -13,14 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from treewise.config import cache_folder
+
 BLOCK = 1 << 22
-
-
-def cache_folder() -> Path:
-    """Tell where files are kept: ``$TREEWISE_CACHE``, else ``treewise`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("TREEWISE_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "treewise"
 
 
 def make_once(target: Path, make: Callable[[Path], None]) -> Path:

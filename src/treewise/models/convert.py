@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from treewise.models.cache import cache_folder, check_space, make_once, progress
+from treewise.config import cache_folder
+from treewise.models.cache import check_space, make_once, progress
 from treewise.models.decoder import CausalLM
 from treewise.models.gguf_file import GGUFFile, GGUFTensor
 from treewise.models.gguf_tokenizer import build_tokenizer

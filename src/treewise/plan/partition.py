@@ -17,6 +17,10 @@ STEP = 64
 """Key tokens that a GPU kernel takes at once: lists are cut at multiples of it, so that only their ends are ragged."""
 LONGEST = 4096
 """Most key tokens of an item on a GPU."""
+ALONE = 1 << 10
+"""Items with at least so many (row, key token) pairs run alone on a CPU: their products outweigh the calls."""
+BATCH = 1 << 18
+"""Most elements that a CPU gathers from the pool for a batch of smaller items, to stay in the cache."""
 SHORT = 512
 """Items of at most so many key tokens are bound by latency: a GPU runs more of them at once, in smaller steps."""
 
