@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from treewise.attention import kernels
+from treewise.ops import kernels as op_kernels
 
 POINTERS = {
     "items": "*i32",
@@ -40,9 +41,29 @@ POINTERS = {
     "scale_log2": "fp32",
     "cap_log2": "fp32",
     "largest": "fp32",
+    "eps": "fp32",
 }
-SHOWN = ("GROUP", "DIM", "PACKED", "TOKENS", "RUN", "MASK", "WINDOW", "CAPPED", "SPLIT")
-ELEMENTS = ("q", "k", "v", "out", "k_new", "v_new")
+SHOWN = (
+    "SIZE",
+    "BLOCK",
+    "HALF",
+    "OFFSET",
+    "GELU",
+    "LIMITED",
+    "GROUP",
+    "DIM",
+    "PACKED",
+    "TOKENS",
+    "RUN",
+    "MASK",
+    "WINDOW",
+    "CAPPED",
+    "SPLIT",
+)
+ELEMENTS = (
+    *("q", "k", "v", "out", "k_new", "v_new"),
+    *("x", "residual", "weight", "normed", "total", "gate_up", "stacked", "cos", "sin", "q_norm", "k_norm"),
+)
 
 
 def compile_kernel(
@@ -84,6 +105,36 @@ def compile_kernel(
     return stack > 0
 
 
+def compile_ops(dtype: str) -> bool:
+    """Compile the element-wise kernels for rows of common models."""
+    spills = False
+    for size, block, offset, residual in (
+        (4096, 4096, False, True),
+        (8192, 8192, False, True),
+        (3584, 4096, True, False),
+    ):
+        constants = {"SIZE": size, "BLOCK": block, "OFFSET": offset, "OVERLAP": True}
+        constants |= {} if residual else {"residual": None}
+        spills |= compile_kernel(op_kernels.norm_rows, constants, dtype, min(16, block // 256))
+    for size, gelu in ((14336, False), (9216, True)):
+        constants = {"SIZE": size, "BLOCK": 1024, "GELU": gelu, "OVERLAP": True}
+        spills |= compile_kernel(op_kernels.gate_rows, constants, dtype, 4)
+    # Heads, KV heads, half of a head, heads a program, whether they are normalised, type of the pool.
+    for heads, kv_heads, half, block, norms, pool in (
+        (32, 8, 64, 16, False, dtype),
+        (32, 8, 64, 16, False, "fp8e4nv"),
+        (32, 8, 64, 16, True, dtype),
+        (8, 4, 128, 8, True, dtype),
+        (9, 3, 32, 16, False, dtype),
+    ):
+        constants = {"HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "HALF_PAD": half, "BLOCK": block}
+        constants |= {"OFFSET": half == 128, "LIMITED": pool != dtype, "OVERLAP": True}
+        constants |= {} if norms else {"q_norm": None, "k_norm": None}
+        constants |= {} if pool != dtype else {"k_scale": None, "v_scale": None}
+        spills |= compile_kernel(op_kernels.rotate_heads, constants, dtype, 4, k=f"*{pool}", v=f"*{pool}")
+    return spills
+
+
 def main() -> None:
     """Compile every kernel in the shapes that matter."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -123,6 +174,7 @@ def main() -> None:
     spills |= compile_kernel(kernels.reduce_entries, merge, dtype, 1, parts=parts)
     store = {"DIM": 128, "DIM_PAD": 128, "HEADS": 8, "HEADS_PAD": 8, "SCALED": False, "LIMITED": False}
     spills |= compile_kernel(kernels.store_rows, store, dtype, 4)
+    spills |= compile_ops(dtype)
     raise SystemExit(spills)
 
 

@@ -2,18 +2,21 @@
 
 import importlib.util
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from treewise.attention import TreeSpec, plan_tree, run_plan
 from treewise.config import ModelConfig
-from treewise.models import CausalLM
+from treewise.models import CausalLM, read_config
 from treewise.models.builtin import fetch_builtin
 from treewise.models.cache import cache_folder, make_once
-from treewise.ops import Heads, rotate
+from treewise.ops import Heads, rotate, rotate_and_store
 
 REAL_MODELS = ("smollm2", "qwen2", "gemma3")
 
@@ -80,6 +83,69 @@ class DenseAttention:
             scores = torch.tanh(scores / cap) * cap
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         return (weights @ v).transpose(0, 1)
+
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7}
+SMALL_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], **GEMMA, "attn_logit_softcapping": 5.0},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], **GEMMA},
+}
+
+
+def small_model(name: str) -> CausalLM:
+    """A random model of an architecture, the same each time."""
+    model = CausalLM(read_config({**SIZES, **SMALL_MODELS[name]}))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.copy_(values + (0.5 if parameter.ndim == 1 else 0))
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def run_tree(
+    model: CausalLM,
+    tokens: Sequence[int] | Tensor,
+    positions: Tensor | None = None,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    around: Callable[[Callable[[], Tensor]], Tensor] = lambda forward: forward(),
+) -> Tensor:
+    """Logits of all rows of one sequence, ``[rows, vocab]``, as a runner computes them: by a plan, through a pool.
+
+    `around` gets the forward, after everything that it needs is on the device, to call or capture it.
+    """
+    config, device, rows = model.config, model.device, len(tokens)
+    tokens = torch.as_tensor(tokens, device=device)
+    everything = torch.arange(rows, device=device)
+    positions = everything.clone() if positions is None else positions
+    tree = TreeSpec([-1], [rows], [0] * rows, range(rows))
+    shape = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    shape |= {"dtype": model.dtype, "kv_dtype": kv_dtype, "device": device, "slots": range(5, rows + 5)}
+    plans = {window: plan_tree(tree, window=window, **shape) for window in set(config.layer_windows)}
+    pools = torch.zeros(2, config.num_layers, rows + 8, config.num_kv_heads, config.head_dim, device=device)
+    pools = pools.to(kv_dtype or model.dtype)
+    slots = everything + 5
+    scoring = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
+
+    def attend(layer: int, heads: Heads) -> Tensor:
+        k, v = pools[0, layer], pools[1, layer]
+        return run_plan(plans[config.layer_windows[layer]], rotate_and_store(heads, k, v, slots), k, v, **scoring)
+
+    return around(lambda: model(tokens, positions, attend, everything))
 
 
 def run_dense(

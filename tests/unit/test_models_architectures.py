@@ -5,22 +5,15 @@ import json
 import pytest
 import torch
 import transformers
-from model_files import DenseAttention, run_dense
+from model_files import GEMMA, SIZES, DenseAttention, run_dense
 from safetensors.torch import load_file, save_file
+from tiny import tiny_llm
 
-from treewise.models import CausalLM, read_config
+from treewise import SamplingParams
+from treewise.models import CausalLM, read_config, weights
 from treewise.models.rope import make_rope
 from treewise.models.weights import load_weights
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -28,7 +21,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-GEMMA = {**SIZES, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7}
 
 # name: Transformers' name for the architecture and its configuration.
 MODELS = {
@@ -47,13 +39,14 @@ MODELS = {
     ),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 16}),
     "qwen3-biases": ("Qwen3", {**SIZES, "head_dim": 16, "attention_bias": True}),
-    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
-    "gemma2-defaults": ("Gemma2", GEMMA),
-    "gemma2-no-caps": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
-    "gemma3": ("Gemma3Text", GEMMA),
+    "gemma2": ("Gemma2", {**SIZES, **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma2-defaults": ("Gemma2", {**SIZES, **GEMMA}),
+    "gemma2-no-caps": ("Gemma2", {**SIZES, **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("Gemma3Text", {**SIZES, **GEMMA}),
     "gemma3-global-scaling": (
         "Gemma3Text",
         {
+            **SIZES,
             **GEMMA,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -77,9 +70,9 @@ def make_theirs(name, **changes):
     return model
 
 
-def load(folder, dtype=torch.float32) -> CausalLM:
+def load(folder, dtype=torch.float32, device="cpu") -> CausalLM:
     config = read_config(json.loads((folder / "config.json").read_text()))
-    return load_weights(config, folder, dtype, torch.device("cpu"))
+    return load_weights(config, folder, dtype, torch.device(device))
 
 
 def their_logits(model, tokens=TOKENS, positions=None):
@@ -99,6 +92,26 @@ def test_logits_equal_transformers(name, tmp_path):
     theirs.save_pretrained(tmp_path)
     ours = load(tmp_path)
     assert_close(run_dense(ours, TOKENS), their_logits(theirs))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_the_engine_decodes_the_tokens_of_transformers(name, tmp_path):
+    theirs = make_theirs(name)
+    theirs.save_pretrained(tmp_path)
+    ids = torch.tensor([TOKENS])
+    options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
+    expected = theirs.generate(ids, max_new_tokens=24, do_sample=False, **options)[0, len(TOKENS) :]
+    [request] = tiny_llm(load(tmp_path)).generate(TOKENS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    assert request.outputs[0].token_ids == expected.tolist()
+
+
+@pytest.mark.parametrize("cap", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_soft_caps_change_the_logits(cap, tmp_path):
+    """Otherwise the comparison above would say nothing about them."""
+    theirs = make_theirs("gemma2")
+    theirs.save_pretrained(tmp_path)
+    edit_config(tmp_path, {cap: None})
+    assert (run_dense(load(tmp_path), TOKENS) - their_logits(theirs)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "qwen2-upper-windows", "gemma2", "gemma3"])
@@ -156,6 +169,45 @@ def edit(folder, change):
     tensors = load_file(path)
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def edit_config(folder, changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_copied_piece_by_piece(dtype, tmp_path, monkeypatch):
+    make_theirs("llama-head-dim-biases").save_pretrained(tmp_path)
+    whole = dict(load(tmp_path).named_parameters())
+    monkeypatch.setattr(weights, "PIECE", 1000)
+    for name, parameter in load(tmp_path, dtype).named_parameters():
+        assert torch.equal(parameter, whole[name].to(dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "expected"),
+    [
+        (torch.float16, "cpu", torch.float32),
+        (torch.float16, "meta", torch.float16),
+        (torch.bfloat16, "meta", torch.bfloat16),
+        (torch.float32, "meta", torch.bfloat16),
+    ],
+)
+def test_the_type_is_that_of_the_file_where_it_has_16_bits_and_the_device_is_no_cpu(stored, device, expected, tmp_path):
+    make_theirs("llama").to(stored).save_pretrained(tmp_path)
+    ours = load(tmp_path, None, device)
+    assert ours.dtype == expected and ours.device.type == device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_weights_on_a_gpu_are_those_of_the_file(name, tmp_path, monkeypatch):
+    make_theirs(name).to(torch.bfloat16).save_pretrained(tmp_path)
+    monkeypatch.setattr(weights, "PIECE", 1000)
+    expected = dict(load(tmp_path, torch.bfloat16).named_parameters())
+    for name, parameter in load(tmp_path, None, "cuda").named_parameters():
+        assert parameter.is_cuda and torch.equal(parameter.cpu(), expected[name]), name
 
 
 def test_a_tied_head_is_the_embedding(tmp_path):

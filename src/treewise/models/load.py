@@ -31,7 +31,7 @@ def load_model(
         A Transformers folder, a GGUF file, a built-in name (``"smollm2-135m"``) or a hub id (``"owner/name"``).
     dtype : str or torch.dtype
         Type of the weights: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: float32 on a CPU, else
-        bfloat16.
+        the type of 16 bits that they are stored in, else bfloat16.
     device : str or torch.device
         Where the weights go.
 
@@ -57,7 +57,7 @@ def load_model(
     (9, 3)
     """
     device = torch.device(device)
-    weight_type = _resolve_dtype(dtype, device)
+    weight_type = _resolve_dtype(dtype)
     folder = locate(name_or_path)
     config = read_config(_read_config_json(folder))
     return load_weights(config, folder, weight_type, device), Tokenizer.from_folder(folder)
@@ -93,11 +93,12 @@ def _read_config_json(folder: Path) -> dict[str, object]:
     return config
 
 
-def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """Give the type, None for ``"auto"``."""
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return None
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; choose from auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]

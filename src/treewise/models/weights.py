@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,10 @@ from torch import Tensor, nn
 
 from treewise.config import ModelConfig
 from treewise.models.decoder import CausalLM
+
+PIECE = 1 << 25
+"""Bytes that are copied at a time, of which each thread keeps a few in page-locked memory."""
+THREADS = min(8, os.cpu_count() or 1)
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -51,7 +58,10 @@ class Checkpoint:
         return self.files.keys()
 
     def read(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Read one tensor, on the CPU and in the type it is stored in, checked against ``shape`` if that is given."""
+        """Map one tensor, on the CPU and in the type it is stored in, checked against ``shape`` if that is given.
+
+        Its bytes are read when they are used.
+        """
         if name not in self.files:
             raise ValueError(f"{self.folder}: the tensor {name} is missing")
         tensor: Tensor = self.files[name].get_tensor(name)
@@ -74,10 +84,21 @@ def _safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_weights(config: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def load_weights(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: torch.device) -> CausalLM:
     """Build the decoder of ``config`` and fill it from the safetensors files of ``folder``.
 
-    Where nothing needs converting or stacking, parameters stay views of the memory-mapped file.
+    Where nothing needs converting, stacking or moving, parameters stay views of the memory-mapped file. Otherwise each
+    part is copied once, to its place in the parameter; several threads do so, because waiting for the disk, copying
+    into page-locked memory and moving it on to a GPU can go on at the same time.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    folder : Path
+    dtype : torch.dtype or None
+        Of the parameters; ``None``: float32 on a CPU, else the type of 16 bits that the embedding is stored in, else
+        bfloat16.
+    device : torch.device
 
     Raises
     ------
@@ -93,16 +114,20 @@ def load_weights(config: ModelConfig, folder: Path, dtype: torch.dtype, device: 
         config = replace(config, tie_embeddings=False)
     with torch.device("meta"):
         model = CausalLM(config)
+    dtype = dtype or _default_dtype(checkpoint.read(prefix + EMBEDDING).dtype, device)
     used = set()
+    parts: dict[str, list[Tensor]] = {}
     for name, sources in list(model.checkpoint_tensors()):
-        parts = []
-        for source, shape in sources.items():
-            full_name = source if source == HEAD else prefix + source
-            used.add(full_name)
-            parts.append(checkpoint.read(full_name, shape).to(device=device, dtype=dtype))
-        module, _, kind = name.rpartition(".")
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        setattr(model.get_submodule(module), kind, nn.Parameter(weight, requires_grad=False))
+        full_names = [source if source == HEAD else prefix + source for source in sources]
+        parts[name] = [checkpoint.read(*wanted) for wanted in zip(full_names, sources.values(), strict=True)]
+        used.update(full_names)
+    with ThreadPoolExecutor(THREADS) as threads:
+        weights = threads.map(partial(_stack, dtype=dtype, device=device), parts.values())
+        for name, weight in zip(parts, weights, strict=True):
+            module, _, kind = name.rpartition(".")
+            setattr(model.get_submodule(module), kind, nn.Parameter(weight, requires_grad=False))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # nobody else waits for these copies
     # Old checkpoints list the rotary frequencies, which follow from the configuration.
     layers = [
         name for name in checkpoint.names if name.startswith(f"{prefix}layers.") and not name.endswith("inv_freq")
@@ -111,6 +136,25 @@ def load_weights(config: ModelConfig, folder: Path, dtype: torch.dtype, device: 
     if unused:
         raise ValueError(f"{folder}: {config.architecture} as config.json describes it has no {', '.join(unused[:5])}")
     return model.to(device).eval()
+
+
+def _default_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    return stored if stored in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def _stack(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Join mapped tensors by their rows, in another type or place."""
+    first, *others = parts
+    if not others and first.dtype == dtype and first.device == device:
+        return first
+    stacked = torch.empty((sum(map(len, parts)), *first.shape[1:]), dtype=dtype, device=device)
+    for part, place in zip(parts, stacked.split([len(part) for part in parts]), strict=True):
+        rows = max(1, PIECE * len(part) // part.nbytes)
+        for piece, target in zip(part.split(rows), place.split(rows), strict=True):
+            target.copy_(piece.pin_memory() if device.type == "cuda" else piece, non_blocking=True)
+    return stacked
 
 
 def _decoder_prefix(checkpoint: Checkpoint) -> str:
