@@ -156,6 +156,16 @@ def test_rows_are_stored_where_they_belong(backend):
         store_kv(k_new[:3], v_new[:3], k, v, slots)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_what_does_not_fit_eight_bits_becomes_the_largest_that_does(backend):
+    k, v = (torch.zeros(3, 2, 16).to(torch.float8_e4m3fn) for _ in range(2))
+    new = torch.tensor([1e6, -1e6, 3.0, 0.0]).repeat(2, 2, 4)
+    factor = torch.tensor([2.0, 0.5])
+    get_backend(backend, k.device).store(new, new, k, v, torch.tensor([2, 0]), factor, None)
+    assert k[2, 0].float()[:4].tolist() == [448.0, -448.0, 1.5, 0.0] and k[0, 1].float()[2] == 6.0
+    assert v[0].float()[:, :4].tolist() == [[448.0, -448.0, 3.0, 0.0]] * 2 and not k[1].float().any()
+
+
 def test_tensors_that_do_not_fit_the_plan_are_refused():
     tree = TreeSpec([-1], [9], [0])
     plan = plan_tree(tree, **SHAPE)

@@ -80,7 +80,6 @@ def test_scores_are_capped(method, mask, backend):
 def test_keys_and_values_may_have_eight_bits(method, backend):
     spec = TREES[5]()
     (k, v), (k_scale, v_scale), held = eight_bit_pools(spec.num_tokens, 2, 16)
-    assert held[1].abs().max() < 1000
     q = torch.randn(spec.num_queries, 4, 16)
     expected, expected_lse = dense_attention(spec, range(spec.num_tokens), q, *held, 0.25)
     plan = plan_tree(spec, method, num_heads=4, num_kv_heads=2, head_dim=16, kv_dtype=torch.float8_e4m3fn)
