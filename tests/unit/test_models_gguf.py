@@ -78,7 +78,11 @@ def write(model, path, kind=F32, metadata=(), tensors=(), skip=()):
     writer.add_eos_token_id(95)
     for add, *arguments in metadata:
         getattr(writer, add)(*arguments)
-    parts = GEMMA_LAYER_PARTS if name == "gemma3" else LAYER_PARTS
+    is_gemma = name in ("gemma2", "gemma3")
+    parts = GEMMA_LAYER_PARTS if is_gemma else LAYER_PARTS
+    if name == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     for full_name, parameter in model.named_parameters():
         module, suffix = full_name.removeprefix("model.").rsplit(".", 1)
         if module.startswith("layers."):
@@ -98,7 +102,7 @@ def write(model, path, kind=F32, metadata=(), tensors=(), skip=()):
             values = interleave(values, config.num_attention_heads)
         if name == "llama" and part_is(module, "k_proj"):
             values = interleave(values, config.num_key_value_heads)
-        if name == "gemma3" and values.ndim == 1:
+        if is_gemma and values.ndim == 1:
             values = values + np.float32(1)
         writer.add_tensor(own_name, quantize(np.ascontiguousarray(values), stored_kind), raw_dtype=stored_kind)
     for own_name, values in tensors:
@@ -136,6 +140,7 @@ def test_a_llama_of_each_kind_of_tensor(kind, tmp_path):
         ("Mistral", {"sliding_window": 4}),
         ("Qwen2", {}),
         ("Qwen3", {}),
+        ("Gemma2", {"query_pre_attn_scalar": 16, "sliding_window": 4, "attn_logit_softcapping": 2.0}),
         ("Gemma3", {"query_pre_attn_scalar": 16, "sliding_window": 4, "num_hidden_layers": 6}),
     ],
 )
@@ -262,7 +267,9 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="'mamba' is not supported; the known ones are llama, qwen2, qwen3, gemma3"):
+    with pytest.raises(
+        ValueError, match="'mamba' is not supported; the known ones are llama, qwen2, qwen3, gemma2, gemma3"
+    ):
         load_model(tmp_path / "m.gguf")
 
 

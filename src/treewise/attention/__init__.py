@@ -1,4 +1,4 @@
-"""Backends: capability report, plan, run; all Triton lives here, the KV-store kernel included.
+"""Backends: capability report, plan, run, and the store of keys and values; Triton kernels of attention live here.
 
 >>> import torch
 >>> tree = TreeSpec(parent=[-1, 0, 0], length=[40, 2, 3], query_node=[1, 2])

@@ -44,6 +44,8 @@ GEMMA_LAYER_PARTS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+# Only the largest models scale their scores by the hidden size over the heads, which files do not say.
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 OUTER_PARTS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -70,6 +72,7 @@ GGUF_ARCHITECTURES = {
     "llama": GGUFArchitecture("LlamaForCausalLM", LAYER_PARTS, interleaved=True),
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM", LAYER_PARTS),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM", LAYER_PARTS),
+    "gemma2": GGUFArchitecture("Gemma2ForCausalLM", GEMMA_LAYER_PARTS, norm_offset=1.0),
     "gemma3": GGUFArchitecture("Gemma3ForCausalLM", GEMMA_LAYER_PARTS, norm_offset=1.0),
 }
 
@@ -162,10 +165,13 @@ def _config(architecture: GGUFArchitecture, file: GGUFFile) -> dict[str, Any]:
     }
     if scaling := _rope_scaling(get, file, config):
         config["rope_scaling"] = scaling
-    if prefix == "gemma3":
-        # Only the 27B model (62 layers) scales its scores by the hidden size over the heads.
-        config["query_pre_attn_scalar"] = hidden // heads if config["num_hidden_layers"] == 62 else head_dim
-        config["sliding_window"] = window
+    if prefix in GEMMA_27B_LAYERS:
+        is_27b = config["num_hidden_layers"] == GEMMA_27B_LAYERS[prefix]
+        config["query_pre_attn_scalar"] = hidden // heads if is_27b else head_dim
+        # Where an older file lacks a key, its default holds.
+        given = {"sliding_window": window}
+        given |= {key: get(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+        config |= {key: value for key, value in given.items() if value is not None}
     elif prefix == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
