@@ -27,32 +27,51 @@ class Span(NamedTuple):
     owner: object
 
 
-@dataclass
+@dataclass(eq=False)
 class Batch:
     """Rows in order of their spans; a row is one token whose query runs in this step.
 
     A row whose keys are in the pool already is a *query-only* row: it asks again for logits that nobody kept, as a
     fully cached prompt or a second fork from the same place does. Its own keys go to the scratch slot.
 
+    While trees only grow, one token a leaf and step, they keep their batch: `grow` moves all its rows on by a token.
+    So whoever has planned for a batch may go on with that plan (see `Plan.grow`) as long as it is given the same
+    object; the new tokens' slots, in the order of the rows, are its `store_slots`.
+
     Attributes
     ----------
     spans : list of Span
+        As they were in the batch's first step.
     num_rows : int
     logit_rows : list of int
         Rows whose logits are wanted, each once however many branches wait for it.
+    grown : int
+        How many steps ago that was: each span now lies so many tokens further on.
     """
 
     spans: list[Span] = field(default_factory=list)
     num_rows: int = 0
     logit_rows: list[int] = field(default_factory=list)
+    grown: int = 0
     _stored: dict[Node, tuple[int, Span]] = field(default_factory=dict)  # first row of the node's new tokens
     _asked: dict[tuple[Node, int], int] = field(default_factory=dict)  # row of a query-only token
     _logits: dict[int, int] = field(default_factory=dict)  # row -> place among the logits
+    _new_slots: NDArray[np.int64] | None = None  # of a batch that has grown
+    _first_positions: NDArray[np.int64] | None = None
 
     def computed(self, node: Node) -> int:
         """How many tokens of `node` have keys once this batch has run."""
         stored = self._stored.get(node)
-        return node.computed if stored is None else stored[1].end
+        return node.computed if stored is None else stored[1].end + self.grown
+
+    def lacking(self, tip: Node) -> int:
+        """How many tokens of the path to `tip` will have no keys even once this batch has run."""
+        node: Node | None = tip
+        total = 0
+        while node is not None and (lacking := len(node.tokens) - self.computed(node)):
+            total += lacking
+            node = node.parent
+        return total
 
     def add(self, node: Node, end: int, owner: object) -> None:
         """Compute the tokens of `node` up to `end` that have no keys yet."""
@@ -80,16 +99,47 @@ class Batch:
             self.logit_rows.append(row)
         return place
 
+    def grow(self, kv: KVManager) -> None:
+        """Move every row, each the last token of a leaf, on to the one token that the leaf has gained since.
+
+        Raises
+        ------
+        OutOfSlots
+            If the pool is full; the batch has not changed then.
+        """
+        self._new_slots = kv.append([span.node for span in self.spans]).astype(np.int64)
+        self.grown += 1
+
+    def commit(self) -> None:
+        """Record that the rows have run."""
+        for node, _, end, store, _ in self.spans:
+            if store:
+                node.computed = end + self.grown
+
+    def rows_of_owners(self) -> dict[object, int]:
+        """Return how many rows each tree has asked for."""
+        rows: dict[object, int] = {}
+        for _, start, end, _, owner in self.spans:
+            rows[owner] = rows.get(owner, 0) + end - start
+        return rows
+
     def tokens(self) -> NDArray[np.int64]:
         """Return the token of each row, int64 [rows]."""
+        if self.num_rows == len(self.spans):
+            return np.array([node.tokens[start + self.grown] for node, start, *_ in self.spans], np.int64)
         return np.array([token for span in self.spans for token in span.node.tokens[span.start : span.end]], np.int64)
 
     def positions(self) -> NDArray[np.int64]:
         """Return the logical position of each row, int64 [rows]."""
-        return _concatenate([np.arange(s.node.start + s.start, s.node.start + s.end) for s in self.spans])
+        if self._first_positions is None:
+            starts = np.array([span.node.start + span.start for span in self.spans], np.int64)
+            self._first_positions = np.repeat(starts, self._lengths()) + self._within_spans()
+        return self._first_positions + self.grown
 
     def store_slots(self, kv: KVManager) -> NDArray[np.int64]:
         """Return the slot that each row's keys go to, int64 [rows]; the scratch slot for query-only rows."""
+        if self._new_slots is not None:
+            return self._new_slots
         scratch = np.array([kv.pool.scratch_slot], np.int32)
         return _concatenate([kv.slots(s.node)[s.start : s.end] if s.store else scratch for s in self.spans])
 
@@ -107,11 +157,12 @@ class Batch:
         order = sorted(nodes, key=lambda node: (node.start, node.id))
         place = {node: i for i, node in enumerate(order)}
         lengths = [self.computed(node) for node in order]
+        starts = np.array([span.start for span in self.spans], np.int64)
         spec = TreeSpec(
             parent=[-1 if node.parent is None else place[node.parent] for node in order],
             length=lengths,
-            query_node=np.repeat([place[s.node] for s in self.spans], [s.end - s.start for s in self.spans]),
-            query_offset=_concatenate([np.arange(s.start, s.end) for s in self.spans]),
+            query_node=np.repeat([place[span.node] for span in self.spans], self._lengths()),
+            query_offset=np.repeat(starts, self._lengths()) + self._within_spans() + self.grown,
         )
         slots = np.concatenate([kv.slots(node)[:length] for node, length in zip(order, lengths, strict=True)])
         return spec, slots
@@ -119,6 +170,14 @@ class Batch:
     def _append(self, span: Span) -> None:
         self.spans.append(span)
         self.num_rows += span.end - span.start
+
+    def _lengths(self) -> NDArray[np.int64]:
+        return np.array([end - start for _, start, end, _, _ in self.spans], np.int64)
+
+    def _within_spans(self) -> NDArray[np.int64]:
+        """Return which row of its span each row is."""
+        lengths = self._lengths()
+        return np.arange(self.num_rows) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _concatenate(parts: Sequence[NDArray[np.signedinteger[Any]]]) -> NDArray[np.int64]:

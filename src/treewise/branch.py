@@ -50,27 +50,42 @@ class BranchTree:
         The random stream of a branch follows from this and the branch's path.
     order : int
         Rank of arrival among all requests.
+    priority : int
+        The higher goes first; of equal ones the earlier.
+    namespace : str
+        Only requests of one namespace share cached prefixes.
     """
 
-    def __init__(self, kv: KVManager, codec: Codec, prompt_tokens: Sequence[int], seed: int, order: int) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        codec: Codec,
+        prompt_tokens: Sequence[int],
+        seed: int,
+        order: int,
+        priority: int = 0,
+        namespace: str = "",
+    ) -> None:
         self.kv = kv
         self.codec = codec
         self.prompt_tokens = list(prompt_tokens)
         self.seed = seed
-        self.order = order
+        self.rank = (-priority, order)
+        self.namespace = namespace
         self.alive: dict[Branch, None] = {}  # an ordered set
-        known = kv.match(self.prompt_tokens)
+        known = kv.match(self.prompt_tokens, namespace)
         self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
+        self.num_known = 0 if known is None else known.end
         self.root = Branch(self, None, 0, None)
         if known is not None:
             self.root.tip = kv.hold(known)
-        self.root.grow(self.prompt_tokens[0 if known is None else known.end :], [], [])
+        self.root.grow(self.prompt_tokens[self.num_known :], [], [])
         self.root.tokens = list(self.prompt_tokens)
         self.root.logprobs = [None] * len(self.prompt_tokens)
         self.root.candidates = [None] * len(self.prompt_tokens)
 
     def tips(self) -> Iterator[Node]:
-        """Yield the node in which each live branch ends."""
+        """Yield the node in which each live branch ends, but for those whose forks hold their keys."""
         return (branch.tip for branch in self.alive if branch.tip is not None)
 
     def branches(self) -> Iterator[Branch]:
@@ -83,8 +98,18 @@ class BranchTree:
 
     def close(self) -> None:
         """End the request: every branch lets go of its keys, which stay behind as cached prefixes."""
-        for branch in reversed(list(self.alive)):
-            branch.release("closed", keep=True)
+        self.let_go(list(self.alive), "closed", sys.maxsize)
+
+    def let_go(self, branches: Iterable[Branch], state: str, keep: int) -> None:
+        """Give up what `branches` hold; see `KVManager.drop` for `keep`."""
+        tips = []
+        for branch in branches:
+            branch.state = state
+            del self.alive[branch]
+            if branch.tip is not None:
+                tips.append(branch.tip)
+                branch.tip = None
+        self.kv.drop(tips, keep)
 
 
 class Branch:
@@ -113,6 +138,11 @@ class Branch:
         The program's own verdict; shown in drawings.
     note : Any
         The program's own data.
+    tip : Node or None
+        The node in which the path ends and which the branch holds. None while forks of its end hold the keys in its
+        place, so that the last of them goes on where the branch ended; see `end`.
+    num_heirs : int
+        Live forks of its end.
     """
 
     def __init__(self, tree: BranchTree, parent: Branch | None, start: int, ordinal: int | None) -> None:
@@ -121,6 +151,7 @@ class Branch:
         self.start = start
         self.ordinal = ordinal
         self.tip: Node | None = None
+        self.num_heirs = 0
         self.tokens: list[int] = []
         self.logprobs: list[float | None] = []
         self.candidates: list[Candidates | None] = []
@@ -167,6 +198,11 @@ class Branch:
             child = self._child(owner, at, len(owner.all_children))
             owner.all_children.append(child)
             new.append(child)
+        if new and at == owner.num_tokens:
+            owner.num_heirs += n
+            if owner.tip is not None:
+                owner.tip.holders -= 1
+                owner.tip = None
         return new
 
     def scratch(self) -> Branch:
@@ -208,9 +244,7 @@ class Branch:
         """
         if self.alive:
             where = _caller() if where is None else where
-            for branch in [*self._descendants(), self]:
-                if branch.alive:
-                    branch.release(f"pruned at {where}", keep=False)
+            self.release(f"pruned at {where}", [branch for branch in self._descendants() if branch.alive])
 
     # ------------------------------------------------------------------ what it knows
 
@@ -290,9 +324,14 @@ class Branch:
     # ------------------------------------------------------------------ what the engine does with it
 
     def end(self) -> Node:
-        """Return the node in which the path ends."""
+        """Return the node in which the path ends; the branch holds it from now on."""
         self._require_alive()
-        assert self.tip is not None, "a live branch has at least the prompt's tokens"
+        if self.tip is None:
+            heir = self
+            while heir.tip is None:
+                heir = next(child for child in reversed(heir.all_children) if child.alive and child._is_heir)
+            kv = self.tree.kv
+            self.tip = kv.hold(kv.prefix(heir.tip, self.num_tokens))
         return self.tip
 
     def grow(
@@ -301,35 +340,44 @@ class Branch:
         """Put tokens with their log-probabilities at the end, in the forest as well."""
         if not tokens:
             return
-        tip = self.tree.kv.forest.extend(self.tip, tokens)
-        if tip is not self.tip:
-            self.tree.kv.hold(tip)
-            if self.tip is not None:
-                self.tip.holders -= 1  # it has a child now, so it is in no danger
-            self.tip = tip
+        kv = self.tree.kv
+        old = self.end() if self.num_heirs else self.tip
+        tip = kv.forest.extend(old, tokens, self.tree.namespace)
+        if tip is not old:
+            self.tip = kv.hold(tip)
+            if old is not None:
+                old.holders -= 1  # it has a child now, so it is in no danger
+        self.num_heirs = 0  # they are forks of its middle now
         self.tokens += tokens
         self.logprobs += logprobs
         self.candidates += candidates
-        self.logprob += sum(logprob for logprob in logprobs if logprob is not None)
+        for logprob in logprobs:
+            if logprob is not None:
+                self.logprob += logprob
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` at the end of the path."""
         text = b"".join(self.tree.codec.token_bytes(token) for token in tokens).decode("utf-8", "replace")
         return text[: len(text) - self.hidden_tail] if self.hidden_tail else text
 
-    def release(self, state: str, keep: bool) -> None:
-        """Let go of the keys; `keep` leaves them behind as a cached prefix."""
-        self.state = state
-        del self.tree.alive[self]
-        if self.tip is not None:
-            self.tree.kv.drop(self.tip, keep)
-            self.tip = None
+    def release(self, state: str, below: Sequence[Branch] = ()) -> None:
+        """Let go of the keys, with those `below`; what nobody else needs of them is free at once."""
+        parent = self.parent
+        if parent is not None and self._is_heir:
+            if parent.num_heirs == 1:
+                parent.end()
+            parent.num_heirs -= 1
+        self.tree.let_go([*below, self], state, self.tree.num_known if parent is None else self.start)
+
+    @property
+    def _is_heir(self) -> bool:
+        """Whether this is a fork of its parent's end; see `tip`."""
+        return self.ordinal is not None and self.parent is not None and self.start == self.parent.num_tokens
 
     def _child(self, owner: Branch, at: int, ordinal: int | None) -> Branch:
         child = Branch(self.tree, owner, at, ordinal)
         kv = self.tree.kv
-        node = next(node for node in kv.forest.path(self.tip) if at <= node.end)
-        child.tip = kv.hold(kv.cut(node, at - node.start))
+        child.tip = kv.hold(kv.prefix(self.end(), at))
         lost = owner.logprobs[at - owner.start :]
         child.logprob = owner.logprob - sum(logprob for logprob in lost if logprob is not None)
         return child
@@ -490,7 +538,7 @@ async def score(branches: Iterable[Branch], prompt: str | Sequence[int], choices
     finally:
         for scratch in reversed(asked):
             if scratch.alive:
-                scratch.release("scratch", keep=False)
+                scratch.release("scratch")
     sums = [
         sum(position[token][0] for position, token in zip(positions, end.tokens, strict=True))
         for positions, end in zip(observed, ends, strict=True)

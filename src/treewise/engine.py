@@ -329,13 +329,9 @@ class Engine:
     def _count(self, batch: Batch, plans: Plans, deliveries: list[Delivery]) -> None:
         """Charge the step to the trees that had rows in it, each in proportion."""
         self.num_steps += 1
-        rows: dict[BranchTree, int] = {}
-        for span in batch.spans:
-            tree = cast(BranchTree, span.owner)
-            rows[tree] = rows.get(tree, 0) + span.end - span.start
         bytes_read = self.runner.kv_bytes(plans)
-        for tree, number in rows.items():
-            request = self.requests[tree]
+        for tree, number in batch.rows_of_owners().items():
+            request = self.requests[cast(BranchTree, tree)]
             request.steps += 1
             request.rows += number
             request.kv_bytes_read += round(bytes_read * number / batch.num_rows)

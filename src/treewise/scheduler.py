@@ -1,25 +1,31 @@
-"""Picks rows within a token budget and a slot budget; chunks prompts; preempts whole trees."""
+"""Picks rows within a token budget and a slot budget; chunks prompts; lets branches take turns where room is short."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple, Protocol
 
 from treewise.batch import Batch
-from treewise.kv import KVManager, OutOfSlots
+from treewise.kv import KVManager, OutOfSlots, Preemption
 from treewise.tree import Node
+
+PROMPT_SHARE = 4
+"""One row in so many is left to paths that lack more than one token, where there are any."""
 
 
 class Tenant(Protocol):
     """One running tree, as the scheduler sees it."""
 
     @property
-    def order(self) -> int:
-        """Rank of arrival; the tree that came last gives way first."""
+    def rank(self) -> tuple[int, int]:
+        """Negative priority, and rank of arrival: the lower goes first, the highest gives way first."""
 
     def tips(self) -> Iterable[Node]:
-        """Return the nodes in which the tree's live branches end."""
+        """Return the nodes that the tree's live branches hold."""
 
 
 @dataclass(eq=False)
@@ -49,121 +55,175 @@ class Lane:
         return self.wanted >= self.end
 
 
-@dataclass
-class Delivery:
+class Delivery(NamedTuple):
     """Logits of `lane` at positions ``start``, ``start + 1``, …: rows `places` of the runner's answer."""
 
     lane: Lane
     start: int
-    places: list[int] = field(default_factory=list)
+    places: list[int]
 
 
 class PoolTooSmall(Exception):
-    """The tree of `tenant` does not fit the pool even alone."""
+    """The path of `lane` does not fit the pool even alone."""
 
-    def __init__(self, tenant: Tenant) -> None:
-        super().__init__("the KV pool is too small for this tree")
-        self.tenant = tenant
+    def __init__(self, lane: Lane, kv: KVManager) -> None:
+        path = kv.forest.path(lane.tip())
+        taken = sum(-(-len(node.tokens) // kv.pool.page_size) for node in path) * kv.pool.page_size
+        super().__init__(
+            f"num_kv_slots: the KV pool is too small for a path of {path[-1].end} tokens, "
+            f"which takes {taken} of {kv.num_slots} slots, even where every other branch gives way"
+        )
+        self.tenant = lane.tenant
 
 
 class Scheduler:
     """Chooses the rows of each step.
 
-    Every path lacks some tokens' keys: a new prompt all of them, a decoding leaf one, a preempted leaf its whole
-    path. That is the only difference there is. Paths that lack one token go first, so that a long prompt, taken in
-    chunks, never holds up decoding; otherwise the earlier tree goes first.
+    Every path lacks some tokens' keys: a new prompt all of them, a decoding leaf one, a preempted leaf its own part
+    of its path. That is the only difference there is.
+
+    *Rows.* Higher priorities go first; there is no aging, so a lower one waits as long as higher ones fill the steps.
+    Within a priority, paths that lack one token go first, so that a long prompt, taken in chunks, never holds up
+    decoding, but for one row in `PROMPT_SHARE`, which is left to paths that lack more, so that decoding never holds
+    up prompts. Otherwise the earlier tree goes first.
+
+    *Slots.* All branches stand in one line: trees by priority and arrival, in each first the branches that wait for
+    logits, in their order, then those that nobody waits for. Where the pool is full of keys in use, whoever is last
+    in line gives up the keys that only it needs, and computes them again when its turn comes. Nobody gives way to
+    those behind it, unless not one row would run otherwise. So the first in line always goes on, however wide the
+    trees are.
 
     Parameters
     ----------
     kv : KVManager
     max_num_rows : int
         The most rows of one step.
+
+    Attributes
+    ----------
+    num_preemptions : int
+        How often a branch has given way so far.
     """
 
     def __init__(self, kv: KVManager, max_num_rows: int) -> None:
         self.kv = kv
         self.max_num_rows = max_num_rows
         self.num_preemptions = 0
-        self._step = 0
+        self._steady: _Steady | None = None
 
     def next_batch(self, lanes: Sequence[Lane], tenants: Sequence[Tenant]) -> tuple[Batch, list[Delivery]]:
         """Return the rows of the next step, their slots reserved, and who gets which logits.
+
+        Where the lanes' leaves have only grown by a token each since the last step, that is the last step's batch,
+        see `Batch.grow`.
 
         Parameters
         ----------
         lanes : sequence of Lane
             Paths that wait for logits.
         tenants : sequence of Tenant
-            All running trees, waiting or not, in order of arrival.
+            All running trees, waiting or not.
 
         Raises
         ------
         PoolTooSmall
-            If not one row fits although every other tree gave way: first those that came later, at last also those
-            that wait for a function rather than for logits.
+            If not one row fits although every other branch gave way: those behind the first in line, then also those
+            before it, of trees that wait for a function rather than for logits.
         """
-        self._step += 1
+        tips = [lane.tip() for lane in lanes]
+        if self._steady is not None and self._steady.grow(lanes, tips):
+            return self._steady.batch, self._steady.deliveries(lanes)
         batch, deliveries = Batch(), []
-        lacking = {lane: self._lacking(lane.tip()) for lane in lanes}
-        victims = list(tenants)
-        evictable: int | None = None  # counted where it matters, and what has been evicted before with it
-        for lane in sorted(lanes, key=lambda lane: (lacking[lane] > 1, lane.tenant.order)):
-            if batch.num_rows >= self.max_num_rows:
+        tip_of = dict(zip(lanes, tips, strict=True))
+        ranked = sorted(lanes, key=attrgetter("tenant.rank"))
+        line = _Line(self.kv, ranked, tip_of, tenants)
+        blocked = False  # somebody waits for room: whoever starts behind it would take it, for ever
+        for lane in self._queue(ranked, {lane: batch.lacking(tip) for lane, tip in tip_of.items()}):
+            rows, tip = batch.num_rows, tip_of[lane]
+            if rows == self.max_num_rows:
                 break
-            # A path that lacks much starts only where all of it fits, or two trees would evict each other for ever.
-            # Those behind it wait as well, or ever new small ones would take the room that it waits for.
-            if lacking[lane] > 1 and batch.num_rows and lacking[lane] > self.kv.pool.num_free:
-                if evictable is None:
-                    evictable = self.kv.num_evictable() + self.kv.num_evicted
-                if lacking[lane] > self.kv.pool.num_free + evictable - self.kv.num_evicted:
-                    break
-            if delivery := self._schedule(lane, batch, victims):
+            if line.gave_way(lane):
+                continue
+            lacking = batch.lacking(tip)
+            if lacking > 1 and rows:
+                blocked = blocked or not self._fits(lane, lacking, batch, line)
+                if blocked:
+                    continue
+            delivery = self._schedule(lane, tip, batch, line)
+            if delivery is not None:
                 deliveries.append(delivery)
+            if delivery is not None or batch.num_rows > rows:
+                line.served.add(line.place(lane))
+            elif lacking > 1:
+                blocked = True
+        self.num_preemptions += line.num_preemptions
         if lanes and not batch.num_rows:
-            waiting = {lane.tenant for lane in lanes}
-            if self._preempt_last([tenant for tenant in tenants if tenant not in waiting], batch):
+            if line.give_all(ranked[0]):
+                self.num_preemptions += 1
                 return self.next_batch(lanes, tenants)
-            raise PoolTooSmall(min((lane.tenant for lane in lanes), key=lambda tenant: tenant.order))
+            raise PoolTooSmall(ranked[0], self.kv)
+        self._steady = _Steady.after(self.kv, batch, deliveries, lanes, tips)
         return batch, deliveries
 
     def commit(self, batch: Batch, deliveries: Sequence[Delivery]) -> None:
         """Record that the rows of `batch` have run."""
-        for span in batch.spans:
-            if span.store:
-                span.node.computed = span.end
-        for delivery in deliveries:
-            delivery.lane.wanted += len(delivery.places)
+        batch.commit()
+        for lane, _, places in deliveries:
+            lane.wanted += len(places)
 
-    def _lacking(self, tip: Node) -> int:
-        node: Node | None = tip
-        total = 0
-        while node is not None and node.computed < len(node.tokens):
-            total += len(node.tokens) - node.computed
-            node = node.parent
-        return total
+    def _queue(self, ranked: Sequence[Lane], lacking: Mapping[Lane, int]) -> list[Lane]:
+        """Return the lanes in the order in which they get rows."""
+        queue: list[Lane] = []
+        left = self.max_num_rows
+        for _, lanes in groupby(ranked, key=lambda lane: lane.tenant.rank[0]):
+            decoding: list[Lane] = []
+            starting: list[Lane] = []
+            for lane in lanes:
+                (decoding if lacking[lane] <= 1 else starting).append(lane)
+            wanted = sum(lacking[lane] for lane in starting)
+            first = max(0, left - min(wanted, left // PROMPT_SHARE))
+            queue += decoding[:first] + starting + decoding[first:]
+            left = max(0, left - len(decoding) - wanted)
+        return queue
 
-    def _schedule(self, lane: Lane, batch: Batch, victims: list[Tenant]) -> Delivery | None:
+    def _fits(self, lane: Lane, lacking: int, batch: Batch, line: _Line) -> bool:
+        """Whether all that `lane` lacks has room, with a page to go on for each row before it.
+
+        Otherwise it would start, be the first to give way, and start again.
+        """
+        wanted = lacking + batch.num_rows * self.kv.pool.page_size
+        while self.kv.pool.num_free < wanted and line.room() < wanted:
+            if not line.give_way(lane):
+                return False
+        return True
+
+    def _schedule(self, lane: Lane, tip: Node, batch: Batch, line: _Line) -> Delivery | None:
         """Add the rows that `lane` lacks as far as the budgets go; the logits it gets from them, if any."""
-        path = self.kv.forest.path(lane.tip())
-        for node in path:
-            node.last_used = self._step
+        path: list[Node] = []
+        node: Node | None = tip
+        while node is not None and batch.computed(node) < len(node.tokens):
+            path.append(node)
+            node = node.parent
+        for node in reversed(path):
             begin = batch.computed(node)
-            if begin < len(node.tokens):
-                end = min(len(node.tokens), begin + self.max_num_rows - batch.num_rows)
-                # Another lane took part of this node in this very step: its rows cannot be extended any more.
-                if begin > node.computed or end == begin or not self._reserve(node, end, lane, batch, victims):
-                    break
-                batch.add(node, end, lane.tenant)
-                if end < len(node.tokens):
-                    break
-        delivery = Delivery(lane, lane.wanted)
-        for node in path:
+            end = min(len(node.tokens), begin + self.max_num_rows - batch.num_rows)
+            # Another lane took part of this node in this very step: its rows cannot be extended any more.
+            if begin > node.computed or end == begin or not self._reserve(node, end, lane, line):
+                break
+            batch.add(node, end, lane.tenant)
+            if end < len(node.tokens):
+                break
+        read = [tip]
+        while read[-1].start > lane.wanted and read[-1].parent is not None:
+            read.append(read[-1].parent)
+        places: list[int] = []
+        for node in reversed(read):
             for position in range(max(node.start, lane.wanted), min(node.end, lane.end)):
                 row = self._row(node, position - node.start, batch, lane.tenant)
                 if row is None:
-                    return delivery if delivery.places else None
-                delivery.places.append(batch.want_logits(row))
-        return delivery
+                    return Delivery(lane, lane.wanted, places) if places else None
+                places.append(batch.want_logits(row))
+        return Delivery(lane, lane.wanted, places)
 
     def _row(self, node: Node, offset: int, batch: Batch, tenant: Tenant) -> int | None:
         row = batch.row(node, offset)
@@ -171,28 +231,119 @@ class Scheduler:
             row = batch.ask(node, offset, tenant)
         return row
 
-    def _reserve(self, node: Node, length: int, lane: Lane, batch: Batch, victims: list[Tenant]) -> bool:
-        """Find slots for `node` up to `length`; later trees give way to a lane that decodes or is the step's first."""
+    def _reserve(self, node: Node, length: int, lane: Lane, line: _Line) -> bool:
+        """Find slots for `node` up to `length`; whoever stands behind `lane` gives way."""
         while True:
             try:
                 self.kv.extend(node, length)
                 return True
             except OutOfSlots:
-                if not self._preempt_last(victims, batch, lane.tenant.order):
+                if not line.give_way(lane):
                     return False
 
-    def _preempt_last(self, victims: list[Tenant], batch: Batch, after: int = -1) -> bool:
-        """Free the latest of `victims` that came later than `after` and has no rows in `batch`; whether there was one.
 
-        Those that were looked at leave the list: in this step they give no more.
-        """
-        if not victims or victims[-1].order <= after:
+class _Line:
+    """All branches of one step in the order in which they keep their keys; the last gives way first.
+
+    A place in line is a tree and a node in which branches of it end.
+    """
+
+    def __init__(
+        self, kv: KVManager, ranked: Sequence[Lane], tip_of: Mapping[Lane, Node], tenants: Sequence[Tenant]
+    ) -> None:
+        self.kv = kv
+        self.ranked = ranked
+        self.tip_of = tip_of
+        self.tenants = tenants
+        self.num_preemptions = 0
+        self.served: set[tuple[Tenant, Node]] = set()
+        self._gone: set[tuple[Tenant, Node]] = set()
+        self._preemption = Preemption(kv)
+        self._places: dict[tuple[Tenant, Node], int] | None = None  # with the number of branches, the last gives way
+        self._evictable: int | None = None  # with what has been evicted before
+
+    def place(self, lane: Lane) -> tuple[Tenant, Node]:
+        """Return where `lane` stands."""
+        return lane.tenant, self.tip_of[lane]
+
+    def gave_way(self, lane: Lane) -> bool:
+        """Whether `lane` has lost keys in this step; it waits for the next."""
+        return bool(self._gone) and self.place(lane) in self._gone
+
+    def give_way(self, lane: Lane) -> bool:
+        """Let the last in line behind `lane` that has no rows in this step give way; whether that made room."""
+        places = self._in_line()
+        own = self.place(lane)
+        while True:
+            last, branches = places.popitem()
+            if last == own:
+                places[own] = branches
+                return False
+            if last not in self.served:
+                self._gone.add(last)
+                if self._preemption.add(last[1], branches):
+                    self.num_preemptions += 1
+                    return True
+
+    def give_all(self, lane: Lane) -> bool:
+        """Let anybody else give way to `lane`; whether that made room."""
+        places = self._in_line()
+        own = self.place(lane)
+        self._places = {own: places[own]} | places
+        return self.give_way(lane)
+
+    def room(self) -> int:
+        """Return how many slots are free or hold cached prefixes, which are counted once a step."""
+        evicted = self.kv.statistics.evicted_tokens
+        if self._evictable is None:
+            self._evictable = self.kv.num_evictable() + evicted
+        return self.kv.pool.num_free + self._evictable - evicted
+
+    def _in_line(self) -> dict[tuple[Tenant, Node], int]:
+        if self._places is None:
+            holding = {tenant: Counter(tenant.tips()) for tenant in self.tenants}
+            waiting = {self.place(lane): holding[lane.tenant][self.tip_of[lane]] for lane in self.ranked}
+            idle = {(tenant, node): n for tenant in self.tenants for node, n in holding[tenant].items()}
+            places = waiting | {place: n for place, n in idle.items() if place not in waiting}
+            self._places = dict(sorted(places.items(), key=lambda item: item[0][0].rank))
+        return self._places
+
+
+class _Steady(NamedTuple):
+    """The last step, if each of its rows was the last token of a leaf and each leaf got its logits."""
+
+    kv: KVManager
+    batch: Batch
+    tips: list[Node]
+    places: list[list[int]]
+    version: int
+
+    @classmethod
+    def after(
+        cls, kv: KVManager, batch: Batch, deliveries: Sequence[Delivery], lanes: Sequence[Lane], tips: list[Node]
+    ) -> _Steady | None:
+        """Remember a step, None where its batch cannot grow."""
+        if len(deliveries) != len(lanes) or len(batch.spans) != batch.num_rows:
+            return None
+        if {span.node for span in batch.spans if span.store} != set(tips) or len(set(tips)) != batch.num_rows:
+            return None
+        places = {delivery.lane: delivery.places for delivery in deliveries}
+        return cls(kv, batch, tips, [places[lane] for lane in lanes], kv.forest.version)
+
+    def grow(self, lanes: Sequence[Lane], tips: list[Node]) -> bool:
+        """Let the batch grow if the same leaves have grown by a token each, and nothing else has happened."""
+        if not lanes or self.version != self.kv.forest.version or tips != self.tips:
             return False
-        running = {span.node for span in batch.spans}
-        while victims and victims[-1].order > after:
-            tips = list(victims.pop().tips())
-            path = {node for tip in tips for node in self.kv.forest.path(tip)}
-            if running.isdisjoint(path) and self.kv.preempt(tips):
-                self.num_preemptions += 1
-                return True
-        return False
+        for lane, tip in zip(lanes, tips, strict=True):
+            length = len(tip.tokens)
+            if tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length:
+                return False
+        try:
+            self.batch.grow(self.kv)
+        except OutOfSlots:
+            return False
+        return not self.kv.pool.moved
+
+    def deliveries(self, lanes: Sequence[Lane]) -> list[Delivery]:
+        """Return who gets which logits."""
+        return [Delivery(lane, lane.wanted, places) for lane, places in zip(lanes, self.places, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 
 
 class Node:
@@ -29,12 +29,14 @@ class Node:
     holders : int
         How many live branches end here.
     last_used : int
-        The engine step that last read this node; the order of eviction.
+        When a branch last let go of this node, counted in such events; the order of eviction.
+    namespace : str
+        Whose tree this is: prompts find prefixes of their own namespace only.
     """
 
-    __slots__ = ("children", "computed", "holders", "id", "last_used", "parent", "start", "tokens")
+    __slots__ = ("children", "computed", "holders", "id", "last_used", "namespace", "parent", "start", "tokens")
 
-    def __init__(self, node_id: int, parent: Node | None, tokens: list[int], start: int) -> None:
+    def __init__(self, node_id: int, parent: Node | None, tokens: list[int], start: int, namespace: str) -> None:
         self.id = node_id
         self.parent = parent
         self.children: list[Node] = []
@@ -43,6 +45,7 @@ class Node:
         self.computed = 0
         self.holders = 0
         self.last_used = 0
+        self.namespace = namespace
 
     @property
     def end(self) -> int:
@@ -61,6 +64,11 @@ class Node:
 class Forest:
     """All live trees and the prefix cache as one radix forest; a cached prefix is a node that nobody holds.
 
+    Attributes
+    ----------
+    version : int
+        Changes whenever a node comes, goes, is cut or joined, or loses its keys: everything but growth in place.
+
     Examples
     --------
     >>> forest = Forest()
@@ -71,14 +79,23 @@ class Forest:
     >>> upper = forest.split(root, 2)
     >>> upper.tokens, root.tokens, forest.path_tokens(left)
     ([1, 2], [3], [1, 2, 3, 4])
+    >>> forest.join(upper)
+    >>> root.tokens
+    [1, 2, 3]
     """
 
     def __init__(self) -> None:
-        self.roots: list[Node] = []
+        self.version = 0
+        self._roots: dict[tuple[str, int], list[Node]] = {}  # by namespace and first token
         self._ids = count()
 
-    def add(self, parent: Node | None, tokens: Sequence[int]) -> Node:
-        """Start a new node below `parent`, or a new tree when `parent` is None.
+    @property
+    def roots(self) -> list[Node]:
+        """The nodes in which trees begin."""
+        return list(chain.from_iterable(self._roots.values()))
+
+    def add(self, parent: Node | None, tokens: Sequence[int], namespace: str = "") -> Node:
+        """Start a new node below `parent`, or a new tree in `namespace` when `parent` is None.
 
         Raises
         ------
@@ -87,11 +104,14 @@ class Forest:
         """
         if not tokens:
             raise ValueError("tokens: a node holds at least one token")
-        node = Node(next(self._ids), parent, list(tokens), 0 if parent is None else parent.end)
+        if parent is not None:
+            namespace = parent.namespace
+        node = Node(next(self._ids), parent, list(tokens), 0 if parent is None else parent.end, namespace)
         self._siblings(node).append(node)
+        self.version += 1
         return node
 
-    def extend(self, tip: Node | None, tokens: Sequence[int]) -> Node:
+    def extend(self, tip: Node | None, tokens: Sequence[int], namespace: str = "") -> Node:
         """Put `tokens` after `tip`: in place when its only holder asks, else in a new child.
 
         Returns
@@ -100,7 +120,7 @@ class Forest:
             The node that now ends in `tokens`. The caller moves its hold when this is not `tip`.
         """
         if tip is None or tip.children or tip.holders != 1:
-            return self.add(tip, tokens)
+            return self.add(tip, tokens, namespace)
         tip.tokens.extend(tokens)
         return tip
 
@@ -119,7 +139,7 @@ class Forest:
         """
         if not 0 < at < len(node.tokens):
             raise ValueError(f"at: a node of {len(node.tokens)} tokens cannot be cut before token {at}")
-        upper = Node(next(self._ids), node.parent, node.tokens[:at], node.start)
+        upper = Node(next(self._ids), node.parent, node.tokens[:at], node.start, node.namespace)
         upper.computed = min(node.computed, at)
         upper.last_used = node.last_used
         siblings = self._siblings(node)
@@ -129,7 +149,29 @@ class Forest:
         node.tokens = node.tokens[at:]
         node.start += at
         node.computed -= upper.computed
+        self.version += 1
         return upper
+
+    def join(self, upper: Node) -> None:
+        """Undo `split`: put the tokens of `upper`, which nobody holds, in front of its only child's.
+
+        Raises
+        ------
+        ValueError
+            If somebody holds the node or it has not exactly one child.
+        """
+        if upper.holders or len(upper.children) != 1:
+            raise ValueError(f"upper: {upper} does not end in its only child alone")
+        [node] = upper.children
+        siblings = self._siblings(upper)
+        siblings[siblings.index(upper)] = node
+        node.parent = upper.parent
+        upper.tokens += node.tokens  # the upper part may be long, what follows it seldom is
+        node.tokens = upper.tokens
+        node.start = upper.start
+        node.computed += upper.computed
+        node.last_used = max(node.last_used, upper.last_used)
+        self.version += 1
 
     def remove(self, node: Node) -> None:
         """Take an idle node out of the forest.
@@ -141,7 +183,11 @@ class Forest:
         """
         if not node.idle:
             raise ValueError(f"node: {node} is still in use")
-        self._siblings(node).remove(node)
+        siblings = self._siblings(node)
+        siblings.remove(node)
+        if not siblings and node.parent is None:
+            del self._roots[node.namespace, node.tokens[0]]
+        self.version += 1
 
     def path(self, tip: Node | None) -> list[Node]:
         """Return the nodes from the root down to `tip`."""
@@ -155,8 +201,8 @@ class Forest:
         """Return all tokens from the root down to the end of `tip`."""
         return [token for node in self.path(tip) for token in node.tokens]
 
-    def match(self, tokens: Sequence[int]) -> tuple[Node | None, int, int]:
-        """Walk down as far as `tokens` agree with the forest.
+    def match(self, tokens: Sequence[int], namespace: str = "") -> tuple[Node | None, int, int]:
+        """Walk down as far as `tokens` agree with the trees of `namespace`.
 
         Returns
         -------
@@ -169,7 +215,7 @@ class Forest:
         """
         node: Node | None = None
         inside = matched = 0
-        siblings = self.roots
+        siblings = self._roots.get((namespace, tokens[0]), []) if tokens else []
         while matched < len(tokens):
             # Two branches may have decoded the same token apart, so several children can agree: take the longest.
             best, common = None, 0
@@ -187,7 +233,7 @@ class Forest:
 
     def __iter__(self) -> Iterator[Node]:
         """Yield every node, parents first."""
-        stack = list(reversed(self.roots))
+        stack = self.roots[::-1]
         while stack:
             node = stack.pop()
             yield node
@@ -211,10 +257,13 @@ class Forest:
             assert node.start == (0 if node.parent is None else node.parent.end), f"{node} starts at a wrong position"
             for child in node.children:
                 assert child.parent is node, f"{child} does not know its parent {node}"
+                assert child.namespace == node.namespace, f"{child} left the namespace of {node}"
                 assert child.computed == 0 or node.computed == len(node.tokens), f"{child} is computed before {node}"
 
     def _siblings(self, node: Node) -> list[Node]:
-        return self.roots if node.parent is None else node.parent.children
+        if node.parent is not None:
+            return node.parent.children
+        return self._roots.setdefault((node.namespace, node.tokens[0]), [])
 
 
 def _common_prefix(run: Sequence[int], tokens: Sequence[int], offset: int) -> int:

@@ -480,12 +480,40 @@ def test_preemption_does_not_change_a_token(pool, page_size):
     idle(llm)
 
 
-def test_a_tree_that_outgrows_the_pool_fails_alone():
-    llm = tiny_llm(MODEL, num_kv_slots=160)
-    wide = SamplingParams(n=30, max_tokens=50, ignore_eos=True, seed=1)
-    small = SamplingParams(temperature=0, max_tokens=5)
-    with pytest.raises(RequestsFailed, match="pool is too small") as failure:
-        llm.generate([[1, 2, 3], [4, 5, 6]], [wide, small])
+@pytest.mark.parametrize(("pool", "page_size"), [("paged", 1), ("paged", 16), ("contiguous", 1)])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+@pytest.mark.parametrize("n", [3, 5, 10])
+def test_the_branches_of_a_tree_wider_than_the_pool_take_turns(n, temperature, pool, page_size):
+    """B07: a pool of one and a half times what one branch needs; the same tokens as with an ample one."""
+    prompt = list(range(1, 40))
+    params = SamplingParams(n=n, temperature=temperature, max_tokens=30, ignore_eos=True, seed=5)
+    llm = tiny_llm(MODEL, pool=pool, page_size=page_size, num_kv_slots=112 + page_size)
+    other = SamplingParams(temperature=0, max_tokens=5)
+    starved = llm.generate([prompt, [4, 5, 6]], [params, other])
+    assert llm.engine.scheduler.num_preemptions > 0
+    ample = tiny_llm(MODEL).generate([prompt, [4, 5, 6]], [params, other])
+    for some, all_ in zip(starved, ample, strict=True):
+        assert [branch.token_ids for branch in some.outputs] == [branch.token_ids for branch in all_.outputs]
+    idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("pool", "page_size", "num_kv_slots"), [("paged", 1, 81), ("paged", 16, 176), ("contiguous", 1, 81)]
+)
+def test_beams_wider_than_the_pool_take_turns(pool, page_size, num_kv_slots):
+    prompt, params = list(range(1, 40)), BeamSearchParams(beam_width=6, max_tokens=24)
+    llm = tiny_llm(MODEL, pool=pool, page_size=page_size, num_kv_slots=num_kv_slots)
+    [starved], [ample] = (some.beam_search([prompt], params) for some in (llm, tiny_llm(MODEL)))
+    assert llm.engine.scheduler.num_preemptions > 0
+    assert [beam.token_ids for beam in starved.outputs] == [beam.token_ids for beam in ample.outputs]
+    idle(llm)
+
+
+def test_a_path_that_outgrows_the_pool_fails_alone():
+    llm = tiny_llm(MODEL, num_kv_slots=64)
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (100, 5)]
+    with pytest.raises(RequestsFailed, match=r"a path of 49 tokens, which takes 64 of 48 slots") as failure:
+        llm.generate([[1, 2, 3], [4, 5, 6]], params)
     assert failure.value.outputs[1].outputs[0].token_ids == greedy(MODEL, [4, 5, 6], 5)
     idle(llm)
 

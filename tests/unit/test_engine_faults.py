@@ -182,7 +182,7 @@ def test_the_first_error_of_a_gather_ends_the_others_and_those_that_gather_them(
         try:
             await gather(leaf(branch.fork()[0], "a"), leaf(branch.fork()[0], "b"))
         finally:
-            scratch.release("scratch", keep=False)
+            scratch.release("scratch")
             ended.append("inner")
             raise KeyError("on the way out")
 

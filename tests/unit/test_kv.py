@@ -21,8 +21,7 @@ class Keys:
 
     def compute(self, node: Node) -> None:
         self.kv.extend(node, len(node.tokens))
-        for copy in self.kv.take_copies():
-            self.stored[copy.target] = self.stored[copy.source]
+        self.copy()
         new = np.arange(node.computed, len(node.tokens))
         if isinstance(self.kv.pool, PagedPool):
             pages = self.kv.slots(node)[new] // self.kv.pool.page_size
@@ -32,7 +31,12 @@ class Keys:
         self.stored[self.kv.slots(node)[new], 1] = node.start + new
         node.computed = len(node.tokens)
 
+    def copy(self) -> None:
+        for copy in self.kv.take_copies():
+            self.stored[copy.target] = self.stored[copy.source]
+
     def check(self) -> None:
+        self.copy()
         for node in self.kv.forest:
             held = self.stored[self.kv.slots(node)[: node.computed]]
             assert held[:, 0].tolist() == node.tokens[: node.computed]
@@ -60,7 +64,7 @@ class TestPools:
             keys.check()
             kv.check_integrity()
         for node in [*branches, trunk]:
-            kv.drop(node, keep=False)
+            kv.drop([node], keep=0)
         assert kv.pool.num_free == kv.num_slots and not list(kv.forest)
 
     def test_cut_inside_a_page_copies_less_than_a_page_when_the_lower_half_grows(self, pool, page_size):
@@ -101,7 +105,7 @@ class TestPools:
         keys.compute(first)
         second = kv.hold(kv.forest.add(None, [2] * page_size))
         keys.compute(second)
-        kv.drop(first, keep=False)
+        kv.drop([first], keep=0)
         second.tokens += [3] * kv.pool.num_free
         keys.compute(second)
         assert kv.pool.num_free == 0
@@ -126,7 +130,7 @@ class TestPools:
         node = kv.hold(kv.forest.add(None, list(range(50))))
         keys.compute(node)
         node.tokens += [98, 99]  # decoded, but never computed
-        kv.drop(node, keep=True)
+        kv.drop([node], keep=node.end)
         assert node.tokens == list(range(50)), "what has no keys is not cached"
         found = kv.match([*range(33), 77])
         assert found is not None and found.end == 33 and found.computed == 33
@@ -135,6 +139,56 @@ class TestPools:
         keys.compute(big)
         assert list(kv.forest) == [big]
         kv.check_integrity()
+
+    def test_siblings_end_and_the_last_goes_on_where_they_forked(self, pool, page_size):
+        """Sixteen times one of two forks ends after three tokens: what is left is one node and wastes no page."""
+        kv = manager(pool, page_size, 1024)
+        keys = Keys(kv)
+        tip = kv.hold(kv.forest.add(None, list(range(10))))
+        keys.compute(tip)
+        for step in range(16):
+            left, right = (kv.hold(kv.forest.add(tip, [100 + step, i, i])) for i in (1, 2))
+            for node in (left, right):
+                keys.compute(node)
+            kv.drop([tip], keep=tip.end)
+            kv.drop([left], keep=left.start)
+            tip = right
+            keys.check()
+            kv.check_integrity()
+        if pool == "paged":
+            assert list(kv.forest) == [tip] and tip.computed == 10 + 16 * 3
+            assert kv.num_slots - kv.pool.num_free == -(-tip.end // page_size) * page_size
+        assert kv.forest.path_tokens(tip)[:16] == [*range(10), 100, 2, 2, 101, 2, 2]
+
+    def test_the_halves_of_a_cut_node_become_one_again_without_a_copy(self, pool, page_size):
+        kv = manager(pool, page_size, 1024)
+        keys = Keys(kv)
+        node = kv.hold(kv.forest.add(None, list(range(100))))
+        keys.compute(node)
+        before = kv.slots(node).copy()
+        upper = kv.hold(kv.cut(node, 37))
+        fork = kv.hold(kv.forest.add(upper, [7]))
+        keys.compute(fork)
+        kv.drop([upper], keep=upper.end)
+        kv.drop([fork], keep=upper.end)
+        assert list(kv.forest) == [node] and np.array_equal(kv.slots(node), before) and not kv.take_copies()
+        kv.check_integrity()
+        keys.check()
+
+    def test_nodes_stay_apart_where_joining_would_write_a_shared_page_or_move_much(self, pool, page_size):
+        kv = manager(pool, page_size, 1024)
+        keys = Keys(kv)
+        trunk = kv.hold(kv.forest.add(None, list(range(40))))
+        keys.compute(trunk)
+        upper = kv.hold(kv.cut(trunk, 35))
+        long = kv.hold(kv.forest.add(upper, [9] * 100))
+        keys.compute(long)
+        kv.drop([upper], keep=upper.end)
+        kv.drop([trunk], keep=upper.end)
+        keys.check()
+        kv.check_integrity()
+        assert kv.forest.path_tokens(long) == [*range(35), *[9] * 100]
+        assert (upper in list(kv.forest)) == (page_size > 1 or pool == "contiguous")
 
     def test_preempted_tree_keeps_its_nodes_and_what_others_share(self, pool, page_size):
         kv = manager(pool, page_size, 1024)
@@ -157,9 +211,9 @@ def test_pruned_keys_are_free_at_once_and_never_cached():
     keys.compute(trunk)
     leaf = kv.hold(kv.forest.add(trunk, [1, 2, 3]))
     keys.compute(leaf)
-    kv.drop(leaf, keep=False)
+    kv.drop([leaf], keep=0)
     assert kv.match([*range(20), 1, 2]) is trunk
-    kv.drop(trunk, keep=True)
+    kv.drop([trunk], keep=trunk.end)
     kv.clear_cache()
     assert kv.pool.num_free == kv.num_slots
 
@@ -169,7 +223,7 @@ def test_without_prefix_caching_nothing_is_matched_or_kept():
     node = kv.hold(kv.forest.add(None, [1, 2, 3]))
     Keys(kv).compute(node)
     assert kv.match([1, 2, 3]) is None
-    kv.drop(node, keep=True)
+    kv.drop([node], keep=node.end)
     assert kv.pool.num_free == kv.num_slots and not list(kv.forest)
 
 
@@ -247,7 +301,8 @@ class ForestMachine(RuleBasedStateMachine):
     @precondition(lambda self: getattr(self, "tips", None))
     @rule(index=st.integers(0, 50), keep=st.booleans())
     def end(self, index, keep):
-        self.kv.drop(self.tips.pop(self.pick(index)), keep)
+        tip = self.tips.pop(self.pick(index))
+        self.kv.drop([tip], keep=tip.end if keep else 0)
 
     @precondition(lambda self: getattr(self, "tips", None))
     @rule(index=st.integers(0, 50))
@@ -265,7 +320,7 @@ class ForestMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "kv"):
             for tip in self.tips:
-                self.kv.drop(tip, keep=True)
+                self.kv.drop([tip], keep=tip.end)
             self.kv.check_integrity()
             self.kv.clear_cache()
             assert self.kv.pool.num_free == self.kv.num_slots and not list(self.kv.forest)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from treewise.kv.pool import Copy, OutOfSlots, Slots
+from treewise.kv.pool import MOST_MOVED, Copy, OutOfSlots, Slots
 from treewise.tree import Node
 
 
@@ -75,6 +75,13 @@ class ContiguousPool:
         run.length = length
         self._used += length - held
 
+    def append(self, nodes: Sequence[Node]) -> Slots:
+        """See `SlotPool.append`."""
+        for node in nodes:
+            self.extend(node, self._runs[node].length + 1)
+        runs = [self._runs[node] for node in nodes]
+        return np.array([run.start + run.length - 1 for run in runs], np.int32)
+
     def slots(self, node: Node) -> Slots:
         """See `SlotPool.slots`."""
         run = self._runs.get(node)
@@ -92,6 +99,24 @@ class ContiguousPool:
         self._runs[upper] = _Run(run.start, at, at)
         self._runs[lower] = _Run(run.start + at, run.capacity - at, run.length - at)
 
+    def join(self, upper: Node, lower: Node) -> bool:
+        """See `SlotPool.join`."""
+        above, below = self._runs.get(upper), self._runs.get(lower)
+        if above is None:
+            return True
+        if below is not None:
+            if above.start + above.length == below.start:
+                above.capacity += below.capacity
+            elif below.length <= min(MOST_MOVED, above.capacity - above.length):
+                end = above.start + above.length
+                self._copies.append(Copy(_span(below.start, below.length), _span(end, below.length)))
+                self._free(below.start, below.start + below.capacity)
+            else:
+                return False
+            above.length += below.length
+        self._runs[lower] = self._runs.pop(upper)
+        return True
+
     def release(self, node: Node) -> None:
         """See `SlotPool.release`."""
         run = self._runs.pop(node, None)
@@ -103,6 +128,11 @@ class ContiguousPool:
         """See `SlotPool.take_copies`."""
         copies, self._copies = self._copies, []
         return copies
+
+    @property
+    def moved(self) -> bool:
+        """See `SlotPool.moved`."""
+        return bool(self._copies)
 
     def check_integrity(self, nodes: Iterable[Node]) -> None:
         """See `SlotPool.check_integrity`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
 
 from treewise.kv.contiguous import ContiguousPool
 from treewise.kv.paged import PagedPool
@@ -29,6 +30,27 @@ def make_pool(kind: str, num_slots: int, page_size: int) -> SlotPool:
     raise ValueError(f"pool: {kind!r} is not one of {', '.join(POOLS)}")
 
 
+@dataclass
+class CacheStatistics:
+    """What the prefix cache was asked for and what it had.
+
+    Attributes
+    ----------
+    queries, hits : int
+        Prompts that were looked up, and those of which at least one token was known.
+    query_tokens, hit_tokens : int
+        Tokens of these prompts, and those of them that were known.
+    evicted_tokens : int
+        Cached tokens that gave way to others.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_tokens: int = 0
+
+
 class KVManager:
     """Holds the forest and its slots together.
 
@@ -45,15 +67,15 @@ class KVManager:
 
     Attributes
     ----------
-    num_evicted : int
-        Tokens of cached prefixes that gave way so far.
+    statistics : CacheStatistics
     """
 
     def __init__(self, forest: Forest, pool: SlotPool, enable_prefix_caching: bool = True) -> None:
         self.forest = forest
         self.pool = pool
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_evicted = 0
+        self.statistics = CacheStatistics()
+        self._clock = count(1)
 
     @property
     def num_slots(self) -> int:
@@ -73,15 +95,19 @@ class KVManager:
         node.holders += 1
         return node
 
-    def match(self, tokens: Sequence[int]) -> Node | None:
+    def match(self, tokens: Sequence[int], namespace: str = "") -> Node | None:
         """Return the node where the longest known prefix of `tokens` ends, cutting one if need be.
 
         A prefix may be matched at any token and while its keys are still being computed. None when caching is off or
-        nothing is known.
+        nothing is known in `namespace`.
         """
         if not self.enable_prefix_caching:
             return None
-        node, inside, _ = self.forest.match(tokens)
+        node, inside, matched = self.forest.match(tokens, namespace)
+        self.statistics.queries += 1
+        self.statistics.hits += matched > 0
+        self.statistics.query_tokens += len(tokens)
+        self.statistics.hit_tokens += matched
         return None if node is None else self.cut(node, inside)
 
     def cut(self, node: Node, at: int) -> Node:
@@ -91,6 +117,14 @@ class KVManager:
         upper = self.forest.split(node, at)
         self.pool.split(upper, node)
         return upper
+
+    def prefix(self, tip: Node, length: int) -> Node:
+        """Return the node in which the first `length` tokens of the path to `tip` end, cutting one if need be."""
+        node = tip
+        while node.start >= length:
+            assert node.parent is not None, "a path starts at 0"
+            node = node.parent
+        return self.cut(node, length - node.start)
 
     def extend(self, node: Node, length: int) -> None:
         """Give the first `length` tokens of `node` slots, evicting idle cached prefixes if need be.
@@ -107,18 +141,45 @@ class KVManager:
                 if not self._evict(length - len(self.pool.slots(node))):
                     raise
 
-    def drop(self, node: Node, keep: bool) -> None:
-        """Undo one `hold`; an idle node stays as a cached prefix when `keep` is true, else it is freed at once."""
-        node.holders -= 1
-        while node.idle:
-            parent = node.parent
-            if keep and self.enable_prefix_caching and node.computed == len(self.pool.slots(node)) > 0:
-                del node.tokens[node.computed :]  # what has no keys yet is worth nothing to others
-                return
-            self._remove(node)
-            if parent is None:
-                return
-            node, keep = parent, True  # nobody pruned the ancestors: they are prefixes of their own
+    def append(self, nodes: Sequence[Node]) -> Slots:
+        """Give each of `nodes`, which have slots already, one for one more token; return these, int32 [nodes].
+
+        Raises
+        ------
+        OutOfSlots
+            If the pool is full; nothing was evicted for it.
+        """
+        return self.pool.append(nodes)
+
+    def drop(self, tips: Sequence[Node], keep: int) -> None:
+        """Undo one `hold` of each of `tips`, and let go of what nobody needs any more.
+
+        A node that leads into a single other one from now on becomes one with it, so that a branch whose siblings were
+        pruned stays one run of keys.
+
+        Parameters
+        ----------
+        tips : sequence of Node
+        keep : int
+            What lies within the first `keep` tokens of a path stays as a cached prefix; what lies behind them is free
+            at once.
+        """
+        for tip in tips:
+            tip.holders -= 1
+        gone: set[Node] = set()
+        left: dict[Node, None] = {}  # what may have lost a holder or a child, in a fixed order
+        for tip in tips:
+            node: Node | None = tip
+            while node is not None and node not in gone and node.idle and not self._keeps(node, keep):
+                gone.add(node)
+                left.pop(node, None)
+                self._remove(node)
+                node = node.parent
+            if node is not None and node not in gone:
+                left[node] = None
+        for node in left:
+            if not node.holders and len(node.children) == 1 and self.pool.join(node, node.children[0]):
+                self.forest.join(node)
 
     def preempt(self, tips: Iterable[Node]) -> bool:
         """Free what only the branches ending in `tips` need; their nodes stay, to be computed again.
@@ -126,23 +187,15 @@ class KVManager:
         Parameters
         ----------
         tips : iterable of Node
-            Where the branches of a tree end, each as often as branches end there.
+            Where branches end, each as often as branches end there.
 
         Returns
         -------
         bool
             Whether there is more room now.
         """
-        before = self.pool.num_free
-        ending = Counter(tips)
-        doomed: set[Node] = set()
-        path = {node for tip in ending for node in self.forest.path(tip)}
-        for node in sorted(path, key=lambda node: node.start, reverse=True):  # children first
-            if node.holders == ending[node] and doomed.issuperset(node.children):
-                doomed.add(node)
-                self.pool.release(node)
-                node.computed = 0
-        return self.pool.num_free > before
+        preemption = Preemption(self)
+        return any([preemption.add(tip) for tip in tips])
 
     def take_copies(self) -> list[Copy]:
         """Return the moves of keys and values that must happen before the next forward, in order."""
@@ -166,6 +219,20 @@ class KVManager:
             length = len(self.pool.slots(node))
             assert node.computed <= length <= len(node.tokens), f"{node} has {length} slots"
             assert not node.idle or node.computed == len(node.tokens), f"{node} is idle and not a cached prefix"
+
+    def _keeps(self, node: Node, keep: int) -> bool:
+        """Make a cached prefix of the idle `node`, if that lies within the first `keep` tokens and has keys."""
+        if not self.enable_prefix_caching:
+            return False
+        if node.end > keep:
+            if node.start < keep:
+                self.cut(node, keep - node.start)  # its first part is looked at next
+            return False
+        if not node.computed == len(self.pool.slots(node)) > 0:
+            return False
+        del node.tokens[node.computed :]  # what has no keys yet is worth nothing to others
+        node.last_used = next(self._clock)
+        return True
 
     def _remove(self, node: Node) -> None:
         self.pool.release(node)
@@ -193,8 +260,40 @@ class KVManager:
         freed = bool(idle)
         while idle and self.pool.num_free < target:
             node = heapq.heappop(idle)[2]
-            self.num_evicted += len(node.tokens)
+            self.statistics.evicted_tokens += len(node.tokens)
             self._remove(node)
             if (parent := node.parent) is not None and parent.idle:
+                parent.last_used = max(parent.last_used, node.last_used)  # whoever read the child read it as well
                 heapq.heappush(idle, (parent.last_used, parent.id, parent))
+        return freed
+
+
+class Preemption:
+    """Takes their keys from one branch after another: from each what no branch needs that still has its own.
+
+    Of use between two changes of the forest.
+
+    Parameters
+    ----------
+    kv : KVManager
+    """
+
+    def __init__(self, kv: KVManager) -> None:
+        self.kv = kv
+        self._needed: dict[Node, int] = {}  # by how many branches and children, where that has changed
+
+    def add(self, tip: Node, branches: int = 1) -> bool:
+        """Preempt `branches` branches that end in `tip`; whether there is more room now."""
+        pool, freed = self.kv.pool, False
+        node: Node | None = tip
+        while node is not None:
+            needed = self._needed[node] = self._needed.get(node, node.holders + len(node.children)) - branches
+            if needed:
+                break
+            if len(pool.slots(node)):
+                pool.release(node)
+                node.computed = 0
+                freed = True
+            node, branches = node.parent, 1
+        self.kv.forest.version += freed
         return freed

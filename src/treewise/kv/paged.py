@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treewise.kv.pool import Copy, OutOfSlots, Slots
+from treewise.kv.pool import MOST_MOVED, Copy, OutOfSlots, Slots
 from treewise.tree import Node
 
 PAGE_SIZES = (1, 16, 32, 64)
@@ -22,6 +22,16 @@ class _Run:
         self.pages = pages
         self.offset = offset
         self.slots = slots  # a buffer that grows by doubling; `length` of it are in use
+        self.length = length
+
+    def append(self, slots: Slots) -> None:
+        """Put the slots of further tokens at the end."""
+        length = self.length + len(slots)
+        if length > len(self.slots):
+            grown = np.empty(max(length, 2 * len(self.slots)), np.int32)
+            grown[: self.length] = self.slots[: self.length]
+            self.slots = grown
+        self.slots[self.length : length] = slots
         self.length = length
 
 
@@ -52,11 +62,10 @@ class PagedPool:
         self.page_size = page_size
         self.num_slots = num_pages * page_size
         self.scratch_slot = 0
-        self._refs: NDArray[np.int32] = np.zeros(num_pages, np.int32)
-        self._refs[0] = 1
+        self._refs = [1] + [0] * (num_pages - 1)
         self._free = list(range(num_pages - 1, 0, -1))  # a stack; low pages first, so that fresh nodes lie in long runs
         self._runs: dict[Node, _Run] = {}
-        self._copies: list[Copy] = []
+        self._moves: dict[int, int] = {}  # new slot -> the slot whose keys it gets, all read before any is written
 
     @property
     def num_free(self) -> int:
@@ -65,7 +74,7 @@ class PagedPool:
 
     def holders_of_page(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return how many nodes have tokens in each of `pages`."""
-        return self._refs[pages]
+        return np.asarray(self._refs, np.int32)[pages]
 
     def extend(self, node: Node, length: int) -> None:
         """See `SlotPool.extend`."""
@@ -83,20 +92,29 @@ class PagedPool:
         if torn:
             self._copy_last_page(run)
         run.pages += (self._take() for _ in range(new_pages))
-        if length > len(run.slots):
-            grown = np.empty(max(length, 2 * len(run.slots)), np.int32)
-            grown[: run.length] = run.slots[: run.length]
-            run.slots = grown
-        if length == run.length + 1:  # a leaf that decodes: NumPy would take longer to start than this takes
-            place = run.offset + run.length
-            run.slots[run.length] = run.pages[place // size] * size + place % size
-            run.length = length
-            return
         places = np.arange(run.offset + run.length, run.offset + length)
         first = (run.offset + run.length) // size
         pages = np.asarray(run.pages[first:], np.int32)
-        run.slots[run.length : length] = pages[places // size - first] * size + places % size
-        run.length = length
+        run.append(pages[places // size - first] * size + places % size)
+
+    def append(self, nodes: Sequence[Node]) -> Slots:
+        """See `SlotPool.append`."""
+        runs, size, refs = self._runs, self.page_size, self._refs
+        new: list[int] = []
+        for node in nodes:
+            run = runs[node]
+            length = run.length
+            place = (run.offset + length) % size
+            page = run.pages[-1]
+            if place and refs[page] == 1 and length < len(run.slots):
+                # Inside a page of its own: NumPy would take longer to start than this takes.
+                run.slots[length] = slot = page * size + place
+                run.length = length + 1
+            else:
+                self.extend(node, length + 1)
+                slot = int(run.slots[length])
+            new.append(slot)
+        return np.array(new, np.int32)
 
     def slots(self, node: Node) -> Slots:
         """See `SlotPool.slots`."""
@@ -120,6 +138,16 @@ class PagedPool:
             run.pages[cut // size :], cut % size, run.slots[at : run.length].copy(), run.length - at
         )
 
+    def join(self, upper: Node, lower: Node) -> bool:
+        """See `SlotPool.join`."""
+        above, below = self._runs.get(upper), self._runs.get(lower)
+        if above is None:
+            return True
+        if below is not None and not (self._reunite(above, below) or self._follow(above, below)):
+            return False
+        self._runs[lower] = self._runs.pop(upper)
+        return True
+
     def release(self, node: Node) -> None:
         """See `SlotPool.release`."""
         run = self._runs.pop(node, None)
@@ -129,14 +157,19 @@ class PagedPool:
 
     def take_copies(self) -> list[Copy]:
         """See `SlotPool.take_copies`."""
-        copies, self._copies = self._copies, []
-        return copies
+        moves, self._moves = self._moves, {}
+        return [Copy(np.array(list(moves.values()), np.int32), np.array(list(moves), np.int32))] if moves else []
+
+    @property
+    def moved(self) -> bool:
+        """See `SlotPool.moved`."""
+        return bool(self._moves)
 
     def check_integrity(self, nodes: Iterable[Node]) -> None:
         """See `SlotPool.check_integrity`."""
         known = set(nodes)
         assert self._runs.keys() <= known, "a node that left the forest still owns pages"
-        refs = np.zeros_like(self._refs)
+        refs = np.zeros(len(self._refs), np.int32)
         refs[0] = 1
         owned: list[Slots] = []
         for run in self._runs.values():
@@ -157,11 +190,43 @@ class PagedPool:
         begin = max(0, (len(run.pages) - 1) * size - run.offset)
         page = self._take()
         source = run.slots[begin : run.length].copy()
-        target = source % size + page * size
+        run.slots[begin : run.length] = source % size + page * size
         self._drop(run.pages[-1])
         run.pages[-1] = page
-        run.slots[begin : run.length] = target
-        self._copies.append(Copy(source, target))
+        self._move(source, run.slots[begin : run.length])
+
+    def _reunite(self, above: _Run, below: _Run) -> bool:
+        """Let `above` go on with the pages of `below` if no key has to move for that."""
+        torn = below.offset > 0  # the two halves of one page
+        if (above.offset + above.length) % self.page_size != below.offset:
+            return False
+        if torn and above.pages[-1] != below.pages[0]:
+            return False
+        if torn:
+            self._drop(below.pages[0])
+        above.pages += below.pages[torn:]
+        above.append(below.slots[: below.length])
+        return True
+
+    def _follow(self, above: _Run, below: _Run) -> bool:
+        """Move the few tokens of `below` to where those of `above` end, if nobody else has tokens there."""
+        end, size = above.offset + above.length, self.page_size
+        num_pages = -(-(end + below.length) // size) - len(above.pages)
+        if below.length > MOST_MOVED or num_pages > len(self._free) or (end % size and self._refs[above.pages[-1]] > 1):
+            return False
+        above.pages += (self._take() for _ in range(num_pages))
+        places = np.arange(end, end + below.length)
+        target = np.asarray(above.pages, np.int32)[places // size] * size + places % size
+        self._move(below.slots[: below.length], target)
+        above.append(target)
+        for page in reversed(below.pages):
+            self._drop(page)
+        return True
+
+    def _move(self, source: Slots, target: Slots) -> None:
+        # A slot may be moved again before the runner moves anything: its keys still lie where they were first.
+        moves = self._moves
+        moves.update(zip(target.tolist(), [moves.get(slot, slot) for slot in source.tolist()], strict=True))
 
     def _take(self) -> int:
         page = self._free.pop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from treewise.tree import Node
 
 Slots = NDArray[np.int32]
+
+MOST_MOVED = 64
+"""Tokens whose keys may be copied so that two nodes become one; a longer node stays apart, which wastes little."""
 
 
 class OutOfSlots(Exception):
@@ -54,17 +57,39 @@ class SlotPool(Protocol):
             If the pool cannot; nothing was changed then.
         """
 
+    def append(self, nodes: Sequence[Node]) -> Slots:
+        """Give each of `nodes` a slot for one more token; return these slots, int32 [nodes].
+
+        Raises
+        ------
+        OutOfSlots
+            If the pool cannot; some of the nodes may have got theirs, which `extend` will find.
+        """
+
     def slots(self, node: Node) -> Slots:
         """Return the slots of `node`'s tokens, as many as it was extended to; a view that the next change ends."""
 
     def split(self, upper: Node, lower: Node) -> None:
         """Follow `Forest.split`: the first ``len(upper.tokens)`` slots of `lower` pass to `upper`."""
 
+    def join(self, upper: Node, lower: Node) -> bool:
+        """Undo `split` before `Forest.join`: the slots of `upper` pass to `lower`, in front of its own.
+
+        Returns
+        -------
+        bool
+            False if that would move more than `MOST_MOVED` tokens or there is no room; nothing was changed then.
+        """
+
     def release(self, node: Node) -> None:
         """Take back every slot that only `node` uses."""
 
     def take_copies(self) -> list[Copy]:
-        """Return the moves that extensions made necessary since the last call, in order."""
+        """Return the moves that extending and joining made necessary since the last call, in order."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether any token's slot has changed since `take_copies`."""
 
     def check_integrity(self, nodes: Iterable[Node]) -> None:
         """Verify that the pool's records are what `nodes` own, no more and no less."""
