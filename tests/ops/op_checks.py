@@ -72,16 +72,22 @@ def heads_are_rotated_and_stored(
         heads = heads_for(shape, dtype, normed, offset)
         heads.stacked[0, -1, 0] = 1000.0  # does not fit in 8 bits
         slots = torch.tensor([11, 2, 3, 19, 0, 8, 7], dtype=slot_type)
-        pools = torch.zeros(2, 3, 20, num_kv_heads, dim, dtype=kv_dtype)
-        moved = pools.to(device)
-        expected = plain.rotate_and_store(heads, pools[0, 1], pools[1, 1], slots, *scales)
+        # Keys of the middle one of three layers; values with the heads outermost.
+        pools = (
+            torch.zeros(3, 20, num_kv_heads, dim, dtype=kv_dtype),
+            torch.zeros(num_kv_heads, 20, dim, dtype=kv_dtype),
+        )
+        moved = [pool.to(device) for pool in pools]
+        expected = plain.rotate_and_store(heads, pools[0][1], pools[1].transpose(0, 1), slots, *scales)
         factors = [None if scale is None else scale.to(device) for scale in scales]
-        q = fused.rotate_and_store(on(device, heads), moved[0, 1], moved[1, 1], slots.to(device), *factors)
+        there = slots.to(device)
+        q = fused.rotate_and_store(on(device, heads), moved[0][1], moved[1].transpose(0, 1), there, *factors)
         close(q, expected, ulps=8)
-        if kv_dtype == FP8:  # neighbours at most, where what is rounded differs in its last bit
-            torch.testing.assert_close(moved.float().cpu(), pools.float(), rtol=0.13, atol=2**-9)
-        else:
-            close(moved, pools, ulps=8)
+        for found, pool in zip(moved, pools, strict=True):
+            if kv_dtype == FP8:  # neighbours at most, where what is rounded differs in its last bit
+                torch.testing.assert_close(found.float().cpu(), pool.float(), rtol=0.13, atol=2**-9)
+            else:
+                close(found, pool, ulps=8)
 
 
 def a_slot_that_repeats_ends_with_one_of_its_rows(device: str) -> None:

@@ -76,6 +76,8 @@ class TritonBackend:
             reasons.append(f"dtype is {spec.dtype}; it takes float32, float16 and bfloat16")
         if spec.kv_dtype not in (spec.dtype, FP8):
             reasons.append(f"kv_dtype is {spec.kv_dtype}; it takes the queries' dtype and {FP8}")
+        if spec.kv_dtype == FP8 and spec.device.type == "cuda" and capability(spec.device) < (8, 9):
+            reasons.append(f"kv_dtype is {FP8}, which GPUs below compute capability 8.9 cannot convert")
         return reasons
 
     def run(
@@ -96,7 +98,7 @@ class TritonBackend:
         on = plan.tensors
         dim_pad = max(16, triton.next_power_of_2(plan.head_dim))
         # Kernels whose launch depends on the one before may start while it still runs; only the merge waits for all.
-        overlap = len(work.launches) + merged > 1 and plan.method != "vanilla" and _has_dependent_launch(q.device)
+        overlap = len(work.launches) + merged > 1 and plan.method != "vanilla" and capability(q.device) >= (9, 0)
         kernel = kernels.attend_alone if plan.method == "vanilla" else kernels.attend_items
         k_scale, v_scale = _factors(scoring, k)
         scale_log2 = scoring.scale * LOG2_E
@@ -170,8 +172,9 @@ def _factors(scoring: Scoring, k: torch.Tensor) -> tuple[torch.Tensor | None, to
 
 
 @functools.cache
-def _has_dependent_launch(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, (0, 0) of what is none. Kernels launched ahead need 9.0."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def _launches(plan: Plan, row_bytes: int) -> tuple[Launch, ...]:

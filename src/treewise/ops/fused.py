@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import triton
 from torch import Tensor
 
 from treewise.attention.backend import FP8
+from treewise.attention.triton import capability
 from treewise.ops import kernels
 from treewise.ops.plain import Heads
 
@@ -64,8 +64,7 @@ def rotate_and_store(
     return q
 
 
-@functools.cache
 def _overlap(device: torch.device) -> dict[str, Any]:
     """Return what a kernel is launched with where it may start before the one in front of it has ended."""
-    overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    overlap = capability(device) >= (9, 0)
     return {"OVERLAP": overlap, "launch_pdl": overlap}

@@ -1,7 +1,7 @@
 """Triton kernels of the ops: whole rows, or blocks of a row's heads or columns, a program.
 
 Everything is computed in float32 and rounded to the tensors' type where plain torch would round. With ``OVERLAP`` a
-kernel may start while the one before it still runs: until it waits, it reads weights only.
+kernel is launched while the one before it still runs, and waits for its end before it reads anything.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -19,11 +19,11 @@ def norm_rows(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Add a row to its residual, if there is one, and normalise it: grid (rows,)."""
+    if OVERLAP:
+        gdc_wait()
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if OVERLAP:
-        gdc_wait()
     place = tl.program_id(0).to(tl.int64) * SIZE + column
     wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -40,11 +40,11 @@ def gate_rows(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK activated gates of a row with their values: grid (rows, blocks)."""
+    if OVERLAP:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
-    if OVERLAP:
-        gdc_wait()
     gate = tl.load(gate_up + row * (2 * SIZE) + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + column, mask=inside, other=0.0).to(tl.float32)
     # Both activations are gate * sigmoid(slope): (1 + tanh(y)) / 2 is sigmoid(2 y).
@@ -62,6 +62,8 @@ def rotate_heads(
     OFFSET: tl.constexpr, LIMITED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Normalise, turn and store BLOCK of a row's stacked heads, each in two halves: grid (rows × blocks,)."""
+    if OVERLAP:
+        gdc_wait()
     total: tl.constexpr = HEADS + 2 * KV_HEADS
     blocks: tl.constexpr = (total + BLOCK - 1) // BLOCK
     dtype: tl.constexpr = stacked.dtype.element_ty
@@ -78,8 +80,6 @@ def rotate_heads(
         second_factor = tl.where(
             is_query, tl.load(q_norm + HALF + pair, mask=inside), tl.load(k_norm + HALF + pair, mask=inside)
         ).to(tl.float32)
-    if OVERLAP:
-        gdc_wait()
     slot = tl.load(slots + row).to(tl.int64)
     across = tl.load(cos + row * HALF + pair, mask=inside).to(tl.float32)
     along = tl.load(sin + row * HALF + pair, mask=inside).to(tl.float32)
