@@ -5,7 +5,7 @@ import torch
 from tiny import greedy, idle, tiny_llm, tiny_model
 
 from treewise import SamplingParams
-from treewise.attention import METHODS
+from treewise.attention import METHODS, AttentionSpec
 from treewise.attention.cpu import CPUBackend
 
 MODEL = tiny_model()
@@ -72,3 +72,11 @@ def test_a_backend_that_cannot_read_them_says_so_at_the_start(monkeypatch):
     tiny_llm(MODEL)
     with pytest.raises(ValueError, match=r"cannot serve this model: kv_dtype is torch\.float8_e4m3fn"):
         fp8_llm()
+
+
+def test_gpus_that_lack_the_type_are_refused(monkeypatch):
+    backend = pytest.importorskip("treewise.attention.triton")
+    spec = AttentionSpec("radix", 6, 2, 8, torch.float16, torch.float8_e4m3fn, torch.device("cuda"))
+    for capability, refused in (((8, 0), True), ((8, 9), False), ((9, 0), False)):
+        monkeypatch.setattr(backend, "capability", lambda device, found=capability: found)
+        assert bool(backend.TritonBackend().unsupported(spec)) == refused
