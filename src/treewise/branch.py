@@ -10,13 +10,11 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from treewise.config import SamplingParams
 from treewise.controller import Controller, Sample
 from treewise.kv import KVManager
-from treewise.sampler import row_key
+from treewise.sampler import Candidates, row_key
 from treewise.tree import Node
 
 Result = TypeVar("Result")
 FinishReason = Literal["stop", "length"]
-Candidates = dict[int, tuple[float, int]]
-"""Log-probability and rank of the token at one place and of the likeliest others there."""
 
 
 class Codec(Protocol):

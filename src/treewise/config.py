@@ -247,6 +247,11 @@ class SamplingParams:
         """Whether the most likely token is taken without drawing."""
         return self.temperature <= GREEDY_TEMPERATURE
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
     def end_token_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
         """All token ids that end a branch, given the model's own end-of-text ids."""
         return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos_token_ids)

@@ -140,17 +140,27 @@ class Controller(Protocol):
         """
 
 
-class Sample:
+class Drawing:
+    """A controller that continues every leaf with one token drawn as `params` says.
+
+    The engine draws for all such controllers of a step at once, without calling `step`.
+    """
+
+    params: SamplingParams
+    stopping: SamplingParams
+
+
+class Sample(Drawing):
     """Continue every leaf with one token drawn as `params` says."""
 
     def __init__(self, params: SamplingParams) -> None:
-        self.stopping = params
+        self.params = self.stopping = params
 
-    def sampling_rows(self, tree: TreeView) -> list[SamplingRow]:
-        """One row a leaf, for an engine that samples for many trees at once."""
-        return [
+    def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
+        """Draw from the raw logits: penalties and cuts come before their own normalisation."""
+        rows = [
             SamplingRow(
-                params=self.stopping,
+                params=self.params,
                 key=leaf.key,
                 position=len(leaf.prompt_tokens) + len(leaf.tokens),
                 num_tokens=leaf.num_tokens,
@@ -159,15 +169,13 @@ class Sample:
             )
             for leaf in tree.leaves
         ]
-
-    def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
-        """Draw from the raw logits: penalties and cuts come before their own normalisation."""
-        tokens = sample(tree.logits, self.sampling_rows(tree), tree.eos_token_ids)
-        return Rows(range(len(tree.leaves)), tokens)
+        return Rows(range(len(rows)), sample(tree.logits, rows, tree.eos_token_ids))
 
 
-class Greedy:
+class Greedy(Drawing):
     """Continue every leaf with its most likely token: the smallest controller there is."""
+
+    params = SamplingParams(temperature=0.0)
 
     def __init__(self, stopping: SamplingParams | None = None) -> None:
         self.stopping = SamplingParams() if stopping is None else stopping

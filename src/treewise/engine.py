@@ -16,10 +16,10 @@ from torch import Tensor
 from treewise.batch import Batch
 from treewise.branch import Branch, BranchTree, Call, Codec, Decode, Gather, Observe, Operation
 from treewise.kv import KVManager
-from treewise.operations import DecodeRun, Event, InvalidLogits, Limits, ObserveRun, Run, Task
+from treewise.operations import DecodeRun, Event, InvalidLogits, Limits, ObserveRun, Run, Task, draw
 from treewise.results import Usage
 from treewise.runner import Plans, Runner
-from treewise.sampler import invalid_rows, row_key
+from treewise.sampler import row_key
 from treewise.scheduler import Delivery, PoolTooSmall, Scheduler
 
 Program = Callable[[Branch], Coroutine[Any, Any, Any]]
@@ -185,9 +185,8 @@ class Engine:
                 raise
             self.scheduler.commit(batch, deliveries)
             self._count(batch, plans, deliveries)
-            invalid = invalid_rows(logits).tolist()
             for delivery in deliveries:
-                self._deliver(waiting[delivery.lane], delivery, logits, invalid)
+                self._deliver(waiting[delivery.lane], delivery, logits)
         elif self._calls and not self._ready:
             wait(self._calls, return_when=FIRST_COMPLETED)
         return self._advance()
@@ -289,23 +288,22 @@ class Engine:
 
     # ------------------------------------------------------------------ logits
 
-    def _deliver(self, run: Run, delivery: Delivery, logits: Tensor, invalid: list[bool]) -> None:
+    def _deliver(self, run: Run, delivery: Delivery, logits: Tensor) -> None:
         try:
-            if any(invalid[place] for place in delivery.places):
-                raise InvalidLogits("the model's logits are not numbers")
-            # One row is a view; a list of rows costs an upload and a copy.
-            first, *others = delivery.places
-            rows = logits[delivery.places] if others else logits[first : first + 1]
-            run.deliver(delivery.lane, delivery.start, rows)
+            run.deliver(delivery.lane, delivery.start, logits, delivery.places)
         except Exception as error:
             self._fail(run.task.tree, error)
 
     def _advance(self) -> list[Event]:
         """Let every run that has all its logits take its step."""
         events: list[Event] = []
-        for run in [run for run in self.runs if not run.lanes()]:
+        ready = [run for run in self.runs if not run.lanes()]
+        draw([run for run in ready if isinstance(run, DecodeRun)], self.limits.eos_token_ids)
+        for run in ready:
             try:
                 events += run.advance()
+            except InvalidLogits as error:
+                self._fail(run.task.tree, error)
             except Exception as error:  # a controller is the user's code: its program hears of it, nobody else does
                 self.runs.remove(run)
                 self._ready.append((run.task, None, error))

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from treewise.branch import Branch, BranchTree, Candidates, Observe, checked_tokens, generate
+from treewise.branch import Branch, BranchTree, Observe, checked_tokens, generate
 from treewise.config import BeamSearchParams, SamplingParams
 from treewise.engine import Engine, Request
 from treewise.kv import KVManager, make_pool
@@ -19,7 +19,7 @@ from treewise.operations import Limits
 from treewise.outputs import completion, draw, logprobs
 from treewise.results import ProgramOutput, RequestOutput, Tree
 from treewise.runner import Runner
-from treewise.sampler import row_key
+from treewise.sampler import Candidates, row_key
 from treewise.search.beams import beams
 from treewise.tree import Forest
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from treewise.branch import Branch, BranchTree, Candidates, Decode, Observe, Operation
-from treewise.controller import Leaf, TreeView
-from treewise.sampler import log_probs, top_log_probs
+from treewise.branch import Branch, BranchTree, Decode, Observe, Operation
+from treewise.config import SamplingParams
+from treewise.controller import Drawing, Leaf, TreeView
+from treewise.sampler import Candidates, Choice, SamplingRow, choose, invalid_rows, log_probs, ranked
 from treewise.scheduler import Lane
 from treewise.text import Detokenizer
 
 
 class InvalidLogits(RuntimeError):
     """The model gave logits that are not numbers; only the request that they belong to fails."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not numbers")
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,21 @@ class Run(Protocol):
     def lanes(self) -> list[Lane]:
         """Return the paths whose logits are still awaited; empty when the run can advance."""
 
-    def deliver(self, lane: Lane, start: int, logits: Tensor) -> None:
-        """Take the logits at positions ``start``, … of a lane, float32 [positions, vocabulary]."""
+    def deliver(self, lane: Lane, start: int, logits: Tensor, places: list[int]) -> None:
+        """Take the logits at positions ``start``, … of a lane: rows `places` of float32 [rows, vocabulary].
+
+        Raises
+        ------
+        InvalidLogits
+        """
 
     def advance(self) -> list[Event]:
-        """Take the step that all lanes were waiting for."""
+        """Take the step that all lanes were waiting for.
+
+        Raises
+        ------
+        InvalidLogits
+        """
 
     def result(self) -> Any:
         """Return what the program gets, or None while the run goes on."""
@@ -152,8 +167,10 @@ class DecodeRun:
         self.leaves: list[Branch] = []
         self.depth = 0
         self.stopped = False
+        self.keys: dict[Branch, int] = {}  # of each leaf's random stream
         self._lanes: dict[Lane, Branch] = {}
-        self._logits: dict[Branch, Tensor] = {}
+        self._logits: dict[Branch, tuple[Tensor, int]] = {}
+        self._drawn: dict[Branch, Choice] = {}
         stopping = self.stopping
         stopping.check_vocabulary(limits.vocab_size)
         for i, branch in enumerate(operation.branches):
@@ -161,6 +178,7 @@ class DecodeRun:
             self.num_decoded[branch] = 0
             self.place[branch] = i
             self.logprob[branch] = branch.logprob
+            self.keys[branch] = branch.key
             self.texts[branch] = Detokenizer(
                 branch.tree.codec, stopping.stop, stopping.include_stop_str_in_output, stopping.min_tokens
             )
@@ -171,9 +189,37 @@ class DecodeRun:
         """See `Run.lanes`."""
         return [lane for lane, leaf in self._lanes.items() if leaf.alive and not lane.done]
 
-    def deliver(self, lane: Lane, start: int, logits: Tensor) -> None:
+    def deliver(self, lane: Lane, start: int, logits: Tensor, places: list[int]) -> None:
         """See `Run.deliver`."""
-        self._logits[self._lanes[lane]] = logits[0]
+        self._logits[self._lanes[lane]] = logits, places[0]
+
+    @property
+    def drawing(self) -> SamplingParams | None:
+        """How the next tokens are drawn, if the controller does nothing else."""
+        return self.controller.params if isinstance(self.controller, Drawing) else None
+
+    def draws(self) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:
+        """Return how to draw the next token of each leaf, and from which row of which logits; see `draw`."""
+        if self.drawing is None:
+            return []
+        self._keep_living()
+        penalised = self.drawing.has_penalties
+        rows = (
+            SamplingRow(
+                self.drawing,
+                self.keys[leaf],
+                leaf.num_tokens,
+                self.num_decoded[leaf],
+                leaf.tree.prompt_tokens if penalised else (),
+                leaf.token_ids if penalised else (),
+            )
+            for leaf in self.leaves
+        )
+        return [(row, self._logits[leaf]) for leaf, row in zip(self.leaves, rows, strict=True)]
+
+    def take(self, choices: list[Choice]) -> None:
+        """Take what was drawn for `draws`, for `advance` to continue the leaves with."""
+        self._drawn = dict(zip(self.leaves, choices, strict=True))
 
     def advance(self) -> list[Event]:
         """See `Run.advance`."""
@@ -182,10 +228,21 @@ class DecodeRun:
                 raise ValueError(
                     f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
                 )
-        self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
+        self._keep_living()
         if not self.leaves:
             return []
-        logits = torch.stack([self._logits[leaf] for leaf in self.leaves])
+        places = [self._logits[leaf] for leaf in self.leaves]
+        if self.drawing is not None:
+            drawn = [self._drawn[leaf] for leaf in self.leaves]
+            if not all(choice.valid for choice in drawn):
+                raise InvalidLogits
+            tokens, parents = [choice.token for choice in drawn], list(range(len(drawn)))
+            asks = self.stopping.logprobs is not None
+            logprobs = log_probs(gather_rows(places)) if asks else None
+            return self._commit(parents, tokens, [choice.logprob for choice in drawn], logprobs)
+        logits = gather_rows(places)
+        if invalid_rows(logits).any():
+            raise InvalidLogits
         view = TreeView(
             leaves=[self._leaf(leaf) for leaf in self.leaves],
             logits=logits,
@@ -202,7 +259,8 @@ class DecodeRun:
             pairs = rows.pairs(*logprobs.shape)
         except ValueError as error:
             raise ValueError(f"{type(self.controller).__name__}: {error}") from None
-        return self._commit([parent for parent, _ in pairs], [token for _, token in pairs], logprobs)
+        parents, tokens = [parent for parent, _ in pairs], [token for _, token in pairs]
+        return self._commit(parents, tokens, logprobs[parents, tokens].tolist(), logprobs)
 
     def result(self) -> list[Branch] | None:
         """See `Run.result`."""
@@ -211,13 +269,16 @@ class DecodeRun:
         leaves = [leaf for leaf in [*self.finished, *self.leaves] if leaf.alive]
         return sorted(leaves, key=lambda leaf: (self.place[leaf], leaf.path))
 
-    def _commit(self, parents: list[int], tokens: list[int], logprobs: Tensor) -> list[Event]:
-        """Extend, branch and prune the leaves as the controller's rows say."""
+    def _commit(
+        self, parents: list[int], tokens: list[int], chosen: list[float], logprobs: Tensor | None
+    ) -> list[Event]:
+        """Extend, branch and prune the leaves as the controller's rows say; `chosen` are the tokens' log-probs."""
         self.depth += 1
+        candidates: Sequence[Candidates | None] = [None] * len(tokens)
+        if logprobs is not None and self.stopping.logprobs is not None and tokens:
+            candidates = ranked(logprobs[parents], tokens, self.stopping.logprobs)
         old, self.leaves = self.leaves, []
         uses = Counter(parents)
-        chosen = logprobs[parents, tokens].tolist()
-        candidates = self._candidates(logprobs, parents, tokens)
         # All forks come before any leaf grows: a fork must end where its parent ended.
         grown = [old[i] if uses[i] == 1 else self._fork(old[i]) for i in parents]
         for i, leaf in enumerate(old):
@@ -235,17 +296,10 @@ class DecodeRun:
         self._await_logits()
         return events
 
-    def _candidates(self, logprobs: Tensor, parents: list[int], tokens: list[int]) -> list[Candidates | None]:
-        """Return what ``SamplingParams.logprobs`` asks for about each new token."""
-        if self.stopping.logprobs is None:
-            return [None] * len(tokens)
-        return [
-            ranked(row, token, self.stopping.logprobs) for row, token in zip(logprobs[parents], tokens, strict=True)
-        ]
-
     def _fork(self, leaf: Branch) -> Branch:
         [child] = leaf.fork()
         self.num_decoded[child] = self.num_decoded[leaf]
+        self.keys[child] = child.key
         self.place[child] = self.place[leaf]
         self.logprob[child] = self.logprob[leaf]
         self.texts[child] = self.texts[leaf].fork()
@@ -259,7 +313,7 @@ class DecodeRun:
             branch = None if branch in self.given or branch.parent in self.given else branch.parent
 
     def _forget(self, leaf: Branch) -> None:
-        for record in (self.num_decoded, self.place, self.logprob, self.texts):
+        for record in (self.num_decoded, self.place, self.logprob, self.keys, self.texts):
             del record[leaf]
 
     def _read(self, leaf: Branch, token: int) -> Event:
@@ -295,6 +349,9 @@ class DecodeRun:
             leaf.finish_reason = "length"
         (self.finished if leaf.finished else self.leaves).append(leaf)
 
+    def _keep_living(self) -> None:
+        self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
+
     def _await_logits(self) -> None:
         self._logits = {}
         self._lanes = {Lane(leaf.tree, leaf.end, leaf.num_tokens - 1, leaf.num_tokens): leaf for leaf in self.leaves}
@@ -306,7 +363,7 @@ class DecodeRun:
             prompt_tokens=leaf.tree.prompt_tokens,
             path=leaf.path,
             num_tokens=self.num_decoded[leaf],
-            key=leaf.key,
+            key=self.keys[leaf],
             room=self._room(leaf),
             detokenizer=self.texts[leaf],
         )
@@ -346,11 +403,14 @@ class ObserveRun:
         """See `Run.lanes`."""
         return [lane for lane, i in self._lanes.items() if self.branches[i].alive and not lane.done]
 
-    def deliver(self, lane: Lane, start: int, logits: Tensor) -> None:
+    def deliver(self, lane: Lane, start: int, logits: Tensor, places: list[int]) -> None:
         """See `Run.deliver`."""
         i = self._lanes[lane]
-        for offset, row in enumerate(log_probs(logits)):
-            self.observed[i].append(ranked(row, self._next_tokens[i][start + offset + 1], self.top))
+        rows = gather_rows([(logits, place) for place in places])
+        if invalid_rows(rows).any():
+            raise InvalidLogits
+        tokens = self._next_tokens[i][start + 1 : start + 1 + len(places)]
+        self.observed[i] += ranked(log_probs(rows), tokens, self.top)
 
     def advance(self) -> list[Event]:
         """See `Run.advance`."""
@@ -364,18 +424,24 @@ class ObserveRun:
         return self.observed if all(lane.done for lane in self._lanes) else None
 
 
-def ranked(logprobs: Tensor, token: int, count: int) -> Candidates:
-    """Return the `count` likeliest tokens and `token`: log-probability and rank of each.
+def gather_rows(rows: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Return rows of tensors [any, vocabulary] as one, a view where they are all of one."""
+    first = rows[0][0]
+    if any(tensor is not first for tensor, _ in rows):
+        return torch.stack([tensor[place] for tensor, place in rows])
+    start, end = rows[0][1], rows[0][1] + len(rows)
+    if [place for _, place in rows] == list(range(start, end)):
+        return first[start:end]
+    return first[[place for _, place in rows]]
 
-    Parameters
-    ----------
-    logprobs : Tensor
-        float32 [vocabulary]
-    """
-    own = logprobs[token]
-    result = {token: (float(own), int((logprobs > own).sum()) + 1)}
-    if count:
-        values, tokens = top_log_probs(logprobs[None], count)
-        for rank, (other, value) in enumerate(zip(tokens[0].tolist(), values[0].tolist(), strict=True), 1):
-            result.setdefault(other, (value, rank))
-    return result
+
+def draw(runs: Sequence[DecodeRun], eos_token_ids: Collection[int]) -> None:
+    """Draw the next tokens of all runs that only draw, with one call of the sampler and one copy to the host."""
+    draws = [run.draws() for run in runs]
+    rows = [row for drawn in draws for row, _ in drawn]
+    if rows:
+        logits = gather_rows([place for drawn in draws for _, place in drawn])
+        choices = iter(choose(logits, rows, eos_token_ids))
+        for run, drawn in zip(runs, draws, strict=True):
+            if drawn:
+                run.take(list(islice(choices, len(drawn))))

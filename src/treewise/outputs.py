@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treewise.branch import Branch, BranchTree, Candidates, Codec
+from treewise.branch import Branch, BranchTree, Codec
 from treewise.results import CompletionOutput, Logprob, NodeState, TreeNode
+from treewise.sampler import Candidates
 
 
 def completion(index: int, branch: Branch) -> CompletionOutput:

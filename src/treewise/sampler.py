@@ -8,10 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.config import SamplingParams
+
+Candidates = dict[int, tuple[float, int]]
+"""Log-probability and rank (1 is the likeliest) of some tokens of one position."""
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
@@ -49,6 +54,13 @@ def _mix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
     return x ^ (x >> 31)
+
+
+def _mix64s(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`_mix64` of many numbers."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def row_key(seed: int, path: Iterable[int]) -> int:
@@ -101,9 +113,9 @@ def _gumbel(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) 
 
     NOTE: two rows with one (key, position) get the same noise: a key must belong to one branch.
     """
-    words = [_mix64(row.key * 5 + _mix64(row.position + _GOLDEN64)) for row in rows]
-    signed = torch.tensor([[word - (1 << 64) if word >> 63 else word] for word in words], device=device)
-    halves = signed.view(torch.int32)  # [rows, 2]
+    keys, positions = (np.array(values, np.uint64) for values in zip(*((r.key, r.position) for r in rows), strict=True))
+    words = _mix64s(keys * np.uint64(5) + _mix64s(positions + np.uint64(_GOLDEN64)))
+    halves = torch.from_numpy(words.view(np.int32).reshape(-1, 2)).to(device)  # [rows, 2]
     bits = _token_words(vocab_size, device) * (halves[:, :1] | 1)
     bits += halves[:, 1:]
     uniform = _scramble32(bits).bitwise_and_(0x7FFFFFFF).to(torch.float32)
@@ -122,6 +134,28 @@ def top_log_probs(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` highest log-probs a row, best first, and their token ids: both [rows, count]."""
     values, tokens = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
     return values, tokens
+
+
+def ranked(logprobs: Tensor, tokens: Sequence[int], count: int) -> list[Candidates]:
+    """Return the `count` likeliest tokens of each row and the one that is given: log-probability and rank.
+
+    Parameters
+    ----------
+    logprobs : Tensor [rows, vocab] float32
+    tokens : sequence of int, [rows]
+    count : int
+        0: only the given ones.
+    """
+    own = logprobs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logprobs.device)[:, None])
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    given = torch.stack((own[:, 0].double(), ranks.double()), dim=1).tolist()
+    result = [{token: (value, int(rank))} for token, (value, rank) in zip(tokens, given, strict=True)]
+    if count:
+        values, others = (part.tolist() for part in top_log_probs(logprobs, count))
+        for candidates, best, best_tokens in zip(result, values, others, strict=True):
+            for rank, (value, token) in enumerate(zip(best, best_tokens, strict=True), 1):
+                candidates.setdefault(token, (value, rank))
+    return result
 
 
 def invalid_rows(logits: Tensor) -> Tensor:
@@ -150,13 +184,7 @@ def _edit_logits(logits: Tensor, row: SamplingRow, eos_token_ids: Collection[int
 
 def _is_edited(row: SamplingRow) -> bool:
     params = row.params
-    return bool(
-        params.logit_bias
-        or row.num_tokens < params.min_tokens
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-    )
+    return bool(params.logit_bias or row.num_tokens < params.min_tokens or params.has_penalties)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -254,3 +282,28 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
         index = torch.tensor(block, device=logits.device)
         tokens[index] = _draw(logits[index], [rows[i] for i in block])
     return tokens
+
+
+class Choice(NamedTuple):
+    """The next token of one row.
+
+    Attributes
+    ----------
+    token : int
+    logprob : float
+        Its natural log-probability by the raw logits.
+    valid : bool
+        Whether the logits were numbers; the token means nothing otherwise.
+    """
+
+    token: int
+    logprob: float
+    valid: bool
+
+
+def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> list[Choice]:
+    """Choose the next token of each row, see `sample`, and bring what there is to know about it to the host at once."""
+    tokens = sample(logits, rows, eos_token_ids)
+    logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+    packed = torch.stack((tokens.double(), logprobs.double(), (~invalid_rows(logits)).double()), dim=1).tolist()
+    return [Choice(int(token), logprob, bool(valid)) for token, logprob, valid in packed]

@@ -9,7 +9,7 @@ from language_model import grow, random_model
 
 from treewise.config import SamplingParams
 from treewise.controller import Greedy, Leaf, Rows, Sample, TreeView
-from treewise.sampler import row_key
+from treewise.sampler import SamplingRow, log_probs, row_key, sample
 
 MODEL = random_model(17)
 
@@ -105,6 +105,7 @@ def test_wrong_rows_are_refused_by_name(rows, message):
 
 
 def test_position_of_the_random_stream_counts_the_whole_path():
+    params, logits = SamplingParams(), torch.zeros(1, 5000)
     leaf = Leaf(tokens=[1, 2, 3], prompt_tokens=[4, 5], num_tokens=1, key=row_key(0, ()))
-    [row] = Sample(SamplingParams()).sampling_rows(TreeView([leaf], torch.zeros(1, 8)))
-    assert (row.position, row.num_tokens) == (5, 1)
+    drawn = Sample(params).step(TreeView([leaf], logits), log_probs(logits))
+    assert drawn.token.tolist() == sample(logits, [SamplingRow(params, leaf.key, position=5)]).tolist()

@@ -1,0 +1,30 @@
+"""Operations of many requests in one step."""
+
+from __future__ import annotations
+
+from tiny import idle, tiny_llm
+
+from treewise import BeamSearchParams, SamplingParams, operations, sampler
+
+
+def test_all_requests_of_a_step_are_drawn_for_at_once(monkeypatch):
+    calls = []
+
+    def choose(logits, rows, eos_token_ids):
+        calls.append(len(rows))
+        return sampler.choose(logits, rows, eos_token_ids)
+
+    monkeypatch.setattr(operations, "choose", choose)
+    llm = tiny_llm()
+    prompts = ["Once", "Twice", "Never"]
+    params = [SamplingParams(n=n, temperature=n % 2, seed=n, max_tokens=6, ignore_eos=True) for n in (1, 2, 3)]
+    together = llm.generate(prompts, params)
+    assert calls == [6] * 6
+    alone = [llm.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    assert [[each.token_ids for each in some.outputs] for some in together] == [
+        [each.token_ids for each in some.outputs] for some in alone
+    ]
+    calls.clear()
+    llm.beam_search(prompts, BeamSearchParams(beam_width=2, max_tokens=3))
+    assert not calls  # this controller chooses by itself
+    idle(llm)
