@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_files import SMALL_MODELS, run_dense, run_tree, small_model
+from tiny import greedy, idle, tiny_llm, tiny_model
 
+from treewise import SamplingParams
 from treewise.ops import Heads, gated_activation, rms_norm, rotate, rotate_and_store
 
 HERE = Path(__file__).parent
@@ -193,6 +195,26 @@ class TestOnGPU:
 
         tokens, positions = torch.arange(40, device="cuda"), torch.arange(40, device="cuda")
         run_tree(model, tokens, positions, around=replayed)
+
+    def test_an_engine_decodes_the_tokens_of_a_cpu(self):
+        model = tiny_model(windows=(16, None))
+        prompts = [[7, 1, 9], list(range(1, 60)), [*range(1, 40), 3, 3], [5] * 40]
+        expected = [greedy(model, prompt, 12) for prompt in prompts]
+        llm = tiny_llm(model.cuda(), device="cuda", max_num_rows=50)
+        for _ in ("cold", "warm"):
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+        idle(llm)
+
+    def test_an_engine_keeps_eight_bits_through_copies_of_pages(self):
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        llm = tiny_llm(tiny_model().cuda(), device="cuda", kv_cache_dtype="fp8_e4m3")
+        [first] = llm.generate(list(range(1, 60)), params)
+        longer = [*range(1, 60), *first.outputs[0].token_ids]
+        for prompt in (longer[:37], longer[:70], longer):  # in the middle of a page, and of what was decoded
+            [request] = llm.generate(prompt, params)
+            assert len(request.outputs[0].token_ids) == 20
+        idle(llm)
 
     def test_offsets_pass_two_to_the_31(self):
         ours = Heads(*(part.cuda().half() for part in heads(rows=2, num_heads=8, num_kv_heads=8, dim=128)[:3]))
