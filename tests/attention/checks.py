@@ -13,10 +13,10 @@ BOUNDS = {torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 3e-3}
 INTERVAL_METHODS = ("deft:flatten", "deft:node", "deft:node_chunk", "radix")
 
 
-def agrees(plan, q, k, v, **options):
+def agrees(plan, q, k, v, backend="triton", **options):
     """Run a plan on the kernels and in double precision; compare outputs and LSE."""
     expected, expected_lse = run_plan(plan, q, k, v, return_lse=True, backend="reference", **options)
-    out, lse = run_plan(plan, q, k, v, return_lse=True, backend="triton", **options)
+    out, lse = run_plan(plan, q, k, v, return_lse=True, backend=backend, **options)
     error = relative_error(out, expected)
     assert error < BOUNDS[q.dtype] * (4 if plan.method == "medusa" else 1)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-5 if q.dtype == torch.float32 else 2e-2)

@@ -179,5 +179,5 @@ def test_tensors_that_do_not_fit_the_plan_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             run_plan(plan, *arguments)
-    with pytest.raises(ValueError, match="backend is 'gpu'; choose one of reference, cpu, triton"):
+    with pytest.raises(ValueError, match="backend is 'gpu'; choose one of reference, cpu, triton, hopper"):
         run_plan(plan, q, k, v, backend="gpu")

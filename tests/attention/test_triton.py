@@ -17,6 +17,7 @@ from matrix import TREES, cases, inputs, place, relative_error
 from treewise.attention import TreeSpec, plan_tree, run_plan, store_kv
 
 HERE = Path(__file__).parent
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -32,6 +33,8 @@ def test_a_plan_for_a_cpu_is_refused_unless_interpreted():
     plan, _, q, k, v = inputs(cases(TREES)[0], None)
     with pytest.raises(ValueError, match="cannot run this plan: it runs on cuda, not on cpu"):
         run_plan(plan, q, k, v, backend="triton")
+    with pytest.raises(ValueError, match=r"it is made for GPUs of compute capability 9\.0, not for cpu"):
+        run_plan(plan, q, k, v, backend="hopper")
 
 
 class TestOnGPU:
@@ -50,6 +53,14 @@ class TestOnGPU:
             assert relative_error(out, expected) < BOUNDS[dtype] * (4 if plan.method == "medusa" else 1)
             torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-5 if dtype == torch.float32 else 2e-2)
             assert torch.equal(out, run_plan(plan, q, k, v))
+
+    @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.0")
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("case", [case for case in cases(TREES) if case.head_dim in (64, 128)], ids=str)
+    def test_wide_items_may_have_a_kernel_of_their_own(self, case, dtype):
+        plan, _, q, k, v = inputs(case, None, dtype, "cuda")
+        checks.agrees(plan, q, k, v, backend="hopper")
+        assert torch.equal(*(run_plan(plan, q, k, v, backend="hopper") for _ in range(2)))
 
     @pytest.mark.parametrize("method", ["deft:flatten", "deft:node", "radix", "specinfer", "vanilla", "medusa"])
     def test_a_run_can_be_captured_in_a_graph(self, method):

@@ -30,7 +30,8 @@ __all__ = [
     "store_kv",
 ]
 
-BACKENDS = ("reference", "cpu", "triton")
+BACKENDS = ("reference", "cpu", "triton", "hopper")
+"""``"hopper"`` is ``"triton"`` with a kernel of its own for wide items, and has to be asked for."""
 
 
 def get_backend(name: str | None, device: torch.device) -> AttentionBackend:
@@ -46,13 +47,13 @@ def get_backend(name: str | None, device: torch.device) -> AttentionBackend:
             return ReferenceBackend()
         case "cpu":
             return CPUBackend()
-        case "triton":
+        case "triton" | "hopper":
             # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
             try:
-                from treewise.attention.triton import TritonBackend
+                from treewise.attention.triton import HopperBackend, TritonBackend
             except ModuleNotFoundError as error:
-                raise ValueError("backend 'triton' needs the package triton, which is not installed") from error
-            return TritonBackend()
+                raise ValueError(f"backend {name!r} needs the package triton, which is not installed") from error
+            return HopperBackend() if name == "hopper" else TritonBackend()
     raise ValueError(f"backend is {name!r}; choose one of {', '.join(BACKENDS)}")
 
 
@@ -88,7 +89,7 @@ def run_plan(
     return_lse : bool
         Also return the natural logarithm of each query's sum of exponentials.
     backend : str, optional
-        ``"reference"``, ``"cpu"`` or ``"triton"``; default what the method's name asks for, else the device's.
+        One of `BACKENDS`; default what the method's name asks for, else the device's.
 
     Returns
     -------

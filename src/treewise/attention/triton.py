@@ -57,6 +57,22 @@ class Work(NamedTuple):
     block: int
 
 
+class _Step(NamedTuple):
+    """One run of a plan: what its kernels read and write."""
+
+    plan: Plan
+    work: Work
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    parts: torch.Tensor
+    part_lse: torch.Tensor
+    scoring: Scoring
+    overlap: bool
+
+
 class TritonBackend:
     """Runs every plan on a GPU, or on a CPU under ``TRITON_INTERPRET=1``. ``medusa`` is unfused, as it is meant."""
 
@@ -87,7 +103,7 @@ class TritonBackend:
         if plan.method == "medusa":
             return _unfused(plan, q, k, v, scoring, return_lse)
         q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
-        work = prepare(plan)
+        work, on = prepare(plan), plan.tensors
         merged = len(plan.reduce_rows) > 0
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -95,36 +111,41 @@ class TritonBackend:
         dtype = torch.float16 if q.dtype == torch.float16 else torch.float32
         parts = torch.empty((plan.num_entries, *q.shape[1:]), dtype=dtype, device=q.device)
         part_lse = torch.empty(parts.shape[:2], dtype=torch.float32, device=q.device)
-        on = plan.tensors
-        dim_pad = max(16, triton.next_power_of_2(plan.head_dim))
         # Kernels whose launch depends on the one before may start while it still runs; only the merge waits for all.
         overlap = len(work.launches) + merged > 1 and plan.method != "vanilla" and capability(q.device) >= (9, 0)
-        kernel = kernels.attend_alone if plan.method == "vanilla" else kernels.attend_items
-        k_scale, v_scale = _factors(scoring, k)
-        scale_log2 = scoring.scale * LOG2_E
-        if scoring.soft_cap is not None:
-            scale_log2 *= 2 / scoring.soft_cap
+        step = _Step(plan, work, q, k, v, out, lse, parts, part_lse, scoring, overlap)
         for number, launch in enumerate(work.launches):
-            kernel[(launch.num_items * plan.num_kv_heads,)](
-                q, k, v, k_scale, v_scale, out, lse, parts, part_lse,
-                on["items"], on["row_order"], on["row_position"], on["kv_slots"], on["kv_readers"], on["kv_position"],
-                on["mask_dense"].view(torch.uint8) if plan.mask == "dense" else on["mask_words"],
-                launch.first, len(plan.kv_slots), scale_log2, (scoring.soft_cap or 0.0) * LOG2_E, plan.window or 0,
-                q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                KV_HEADS=plan.num_kv_heads, GROUP=plan.num_heads // plan.num_kv_heads,
-                DIM=plan.head_dim, DIM_PAD=dim_pad, PACKED=launch.packed, TOKENS=launch.tokens, RUN=launch.run,
-                MASK=MASK_KINDS[plan.mask] if launch.masked else kernels.NO_MASK, WINDOW=plan.window is not None,
-                CAPPED=scoring.soft_cap is not None, SCALED=k_scale is not None, SPLIT=launch.split,
-                ORDERED=work.ordered, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", STAGES=launch.stages,
-                OVERLAP=overlap, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=overlap and number > 0,
-            )  # fmt: skip
+            self._attend(step, launch, dependent=overlap and number > 0)
         if merged:
             kernels.reduce_entries[(len(plan.reduce_rows) * -(-plan.num_heads // work.block),)](
                 parts, part_lse, out, lse, on["reduce_queries"], on["reduce_indptr"], on["reduce_entries"],
-                HEADS=plan.num_heads, DIM=plan.head_dim, DIM_PAD=dim_pad, BLOCK=work.block, ENTRIES=work.entries,
-                OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
+                HEADS=plan.num_heads, DIM=plan.head_dim, DIM_PAD=_dim_pad(plan), BLOCK=work.block,
+                ENTRIES=work.entries, OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
             )  # fmt: skip
         return out, lse
+
+    def _attend(self, step: _Step, launch: Launch, dependent: bool) -> None:
+        """Start the kernel of one launch; a dependent one need not wait for those before it."""
+        plan, scoring, q, k, v, on = step.plan, step.scoring, step.q, step.k, step.v, step.plan.tensors
+        kernel = kernels.attend_alone if plan.method == "vanilla" else kernels.attend_items
+        k_scale, v_scale = _factors(scoring, k)
+        scale_log2, cap_log2 = scoring.scale * LOG2_E, 0.0
+        if scoring.soft_cap is not None:
+            scale_log2, cap_log2 = 2 * scale_log2 / scoring.soft_cap, scoring.soft_cap * LOG2_E
+        kernel[(launch.num_items * plan.num_kv_heads,)](
+            q, k, v, k_scale, v_scale, step.out, step.lse, step.parts, step.part_lse,
+            on["items"], on["row_order"], on["row_position"], on["kv_slots"], on["kv_readers"], on["kv_position"],
+            on["mask_dense"].view(torch.uint8) if plan.mask == "dense" else on["mask_words"],
+            launch.first, len(plan.kv_slots), scale_log2, cap_log2, plan.window or 0,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            KV_HEADS=plan.num_kv_heads, GROUP=plan.num_heads // plan.num_kv_heads,
+            DIM=plan.head_dim, DIM_PAD=_dim_pad(plan), PACKED=launch.packed, TOKENS=launch.tokens, RUN=launch.run,
+            MASK=MASK_KINDS[plan.mask] if launch.masked else kernels.NO_MASK, WINDOW=plan.window is not None,
+            CAPPED=scoring.soft_cap is not None, SCALED=k_scale is not None, SPLIT=launch.split,
+            ORDERED=step.work.ordered, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            STAGES=launch.stages, OVERLAP=step.overlap,
+            num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=dependent,
+        )  # fmt: skip
 
     def store(
         self,
@@ -147,11 +168,40 @@ class TritonBackend:
         )  # fmt: skip
 
 
+class HopperBackend(TritonBackend):
+    """As `TritonBackend`, with the Gluon kernel for wide items: for GPUs of compute capability 9.0."""
+
+    name = "hopper"
+
+    def unsupported(self, spec: AttentionSpec) -> list[str]:
+        """See `AttentionBackend`."""
+        reasons = super().unsupported(spec)
+        if spec.device.type != "cuda" or capability(spec.device) != (9, 0):
+            reasons.append(f"it is made for GPUs of compute capability 9.0, not for {spec.device}")
+        return reasons
+
+    def _attend(self, step: _Step, launch: Launch, dependent: bool) -> None:
+        # Imported here because it needs a newer Triton than the rest.
+        from treewise.attention import hopper
+
+        plan, scoring = step.plan, step.scoring
+        plain = plan.window is None and scoring.soft_cap is None and scoring.k_scale is None and scoring.v_scale is None
+        masks = plan.method != "vanilla" and (plan.mask == "intervals" or not launch.masked)
+        if plain and masks and hopper.suits(step.q, step.k, step.v, launch.packed):
+            hopper.attend(
+                step.q, step.k, step.v, step.out, step.lse, step.parts, step.part_lse, plan.tensors,
+                launch.first, launch.num_items, launch.packed, launch.masked, step.work.ordered,
+                scoring.scale * LOG2_E, step.overlap, dependent,
+            )  # fmt: skip
+        else:
+            super()._attend(step, launch, dependent)
+
+
 def prepare(plan: Plan) -> Work:
     """Work out the launches of a plan, once."""
     work = plan.prepared.get(TritonBackend.name)
     if work is None:
-        row_bytes = max(16, triton.next_power_of_2(plan.head_dim)) * plan.dtype.itemsize
+        row_bytes = _dim_pad(plan) * plan.dtype.itemsize
         entries = min(8, max(2, triton.next_power_of_2(int(np.diff(plan.reduce_indptr).max(initial=1)))))
         work = plan.prepared[TritonBackend.name] = Work(
             launches=_launches(plan, row_bytes),
@@ -160,6 +210,10 @@ def prepare(plan: Plan) -> Work:
             block=max(1, min(4, 16 // entries, 1024 // row_bytes, triton.next_power_of_2(plan.num_heads))),
         )
     return work
+
+
+def _dim_pad(plan: Plan) -> int:
+    return int(max(16, triton.next_power_of_2(plan.head_dim)))
 
 
 def _factors(scoring: Scoring, k: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
