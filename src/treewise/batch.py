@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,8 @@ class Batch:
     fully cached prompt or a second fork from the same place does. Its own keys go to the scratch slot.
 
     While trees only grow, one token a leaf and step, they keep their batch: `grow` moves all its rows on by a token.
-    So whoever has planned for a batch may go on with that plan (see `Plan.grow`) as long as it is given the same
-    object; the new tokens' slots, in the order of the rows, are its `store_slots`.
+    So whoever has planned for a batch that `can_grow`, with room, may go on with that plan (see `Plan.grow`) as long as
+    the same object comes back; the new tokens' slots, in the order of the rows, are its `store_slots`.
 
     Attributes
     ----------
@@ -56,8 +56,31 @@ class Batch:
     _stored: dict[Node, tuple[int, Span]] = field(default_factory=dict)  # first row of the node's new tokens
     _asked: dict[tuple[Node, int], int] = field(default_factory=dict)  # row of a query-only token
     _logits: dict[int, int] = field(default_factory=dict)  # row -> place among the logits
-    _new_slots: NDArray[np.int64] | None = None  # of a batch that has grown
+    _slots: Slots = field(default_factory=lambda: np.empty(0, np.int32))  # of the first rows, as far as known,
+    _num_moves: int = 0  # until tokens change their slots
     _first_positions: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of_leaves(cls, leaves: Sequence[Node], owners: Sequence[object], kv: KVManager) -> Batch:
+        """Return a batch of the last token of each leaf, all logits wanted, in that order; their slots are reserved.
+
+        Raises
+        ------
+        OutOfSlots
+            If the pool is full; some of the leaves may have got their slots.
+        """
+        spans = [Span(n, len(n.tokens) - 1, len(n.tokens), True, o) for n, o in zip(leaves, owners, strict=True)]
+        rows = range(len(spans))
+        stored = dict(zip(leaves, enumerate(spans), strict=True))
+        logits = dict(zip(rows, rows, strict=True))
+        batch = cls(spans, len(spans), list(rows), _stored=stored, _logits=logits)
+        batch._reserve(kv)
+        return batch
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether each row is the last token of a leaf of its own, so that a plan may leave room for the next ones."""
+        return self.num_rows == len(self.spans) and all(s.store and not s.node.children for s in self.spans)
 
     def computed(self, node: Node) -> int:
         """How many tokens of `node` have keys once this batch has run."""
@@ -107,7 +130,7 @@ class Batch:
         OutOfSlots
             If the pool is full; the batch has not changed then.
         """
-        self._new_slots = kv.append([span.node for span in self.spans]).astype(np.int64)
+        self._reserve(kv)
         self.grown += 1
 
     def commit(self) -> None:
@@ -138,10 +161,11 @@ class Batch:
 
     def store_slots(self, kv: KVManager) -> NDArray[np.int64]:
         """Return the slot that each row's keys go to, int64 [rows]; the scratch slot for query-only rows."""
-        if self._new_slots is not None:
-            return self._new_slots
+        known = self._slots[: None if kv.pool.num_moves == self._num_moves else 0]
         scratch = np.array([kv.pool.scratch_slot], np.int32)
-        return _concatenate([kv.slots(s.node)[s.start : s.end] if s.store else scratch for s in self.spans])
+        rest = self.spans[len(known) :]
+        parts = [kv.slots(s.node)[s.start : s.end] if s.store else scratch for s in rest]
+        return np.concatenate([known, *parts], dtype=np.int64)
 
     def tree_spec(self, kv: KVManager) -> tuple[TreeSpec, Slots]:
         """Return the forest that the rows see, and the slot of each of its tokens.
@@ -167,6 +191,10 @@ class Batch:
         slots = np.concatenate([kv.slots(node)[:length] for node, length in zip(order, lengths, strict=True)])
         return spec, slots
 
+    def _reserve(self, kv: KVManager) -> None:
+        self._slots = kv.append([span.node for span in self.spans])
+        self._num_moves = kv.pool.num_moves
+
     def _append(self, span: Span) -> None:
         self.spans.append(span)
         self.num_rows += span.end - span.start
@@ -178,7 +206,3 @@ class Batch:
         """Return which row of its span each row is."""
         lengths = self._lengths()
         return np.arange(self.num_rows) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-
-def _concatenate(parts: Sequence[NDArray[np.signedinteger[Any]]]) -> NDArray[np.int64]:
-    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)

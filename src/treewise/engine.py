@@ -295,9 +295,9 @@ class Engine:
             self._fail(run.task.tree, error)
 
     def _advance(self) -> list[Event]:
-        """Let every run that has all its logits take its step."""
+        """Let every run that has the logits for it take its step."""
         events: list[Event] = []
-        ready = [run for run in self.runs if not run.lanes()]
+        ready = [run for run in self.runs if run.ready()]
         draw([run for run in ready if isinstance(run, DecodeRun)], self.limits.eos_token_ids)
         for run in ready:
             try:

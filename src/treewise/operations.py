@@ -121,7 +121,10 @@ class Run(Protocol):
     task: Task
 
     def lanes(self) -> list[Lane]:
-        """Return the paths whose logits are still awaited; empty when the run can advance."""
+        """Return the paths whose logits are still awaited."""
+
+    def ready(self) -> bool:
+        """Whether the run can advance."""
 
     def deliver(self, lane: Lane, start: int, logits: Tensor, places: list[int]) -> None:
         """Take the logits at positions ``start``, … of a lane: rows `places` of float32 [rows, vocabulary].
@@ -132,7 +135,7 @@ class Run(Protocol):
         """
 
     def advance(self) -> list[Event]:
-        """Take the step that all lanes were waiting for.
+        """Take the step that the delivered logits allow.
 
         Raises
         ------
@@ -189,6 +192,14 @@ class DecodeRun:
         """See `Run.lanes`."""
         return [lane for lane, leaf in self._lanes.items() if leaf.alive and not lane.done]
 
+    def ready(self) -> bool:
+        """See `Run.ready`.
+
+        Leaves that are drawn for one by one do not wait for each other, so that they need not all have room for their
+        keys at once.
+        """
+        return (self.drawing is not None and bool(self._logits)) or not self.lanes()
+
     def deliver(self, lane: Lane, start: int, logits: Tensor, places: list[int]) -> None:
         """See `Run.deliver`."""
         self._logits[self._lanes[lane]] = logits, places[0]
@@ -202,7 +213,7 @@ class DecodeRun:
         """Return how to draw the next token of each leaf, and from which row of which logits; see `draw`."""
         if self.drawing is None:
             return []
-        self._keep_living()
+        leaves = self._served()
         penalised = self.drawing.has_penalties
         rows = (
             SamplingRow(
@@ -213,13 +224,13 @@ class DecodeRun:
                 leaf.tree.prompt_tokens if penalised else (),
                 leaf.token_ids if penalised else (),
             )
-            for leaf in self.leaves
+            for leaf in leaves
         )
-        return [(row, self._logits[leaf]) for leaf, row in zip(self.leaves, rows, strict=True)]
+        return [(row, self._logits[leaf]) for leaf, row in zip(leaves, rows, strict=True)]
 
     def take(self, choices: list[Choice]) -> None:
         """Take what was drawn for `draws`, for `advance` to continue the leaves with."""
-        self._drawn = dict(zip(self.leaves, choices, strict=True))
+        self._drawn = dict(zip(self._served(), choices, strict=True))
 
     def advance(self) -> list[Event]:
         """See `Run.advance`."""
@@ -228,23 +239,24 @@ class DecodeRun:
                 raise ValueError(
                     f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
                 )
-        self._keep_living()
-        if not self.leaves:
+        leaves = self._served()
+        if not leaves:
+            self._await_logits()
             return []
-        places = [self._logits[leaf] for leaf in self.leaves]
+        places = [self._logits[leaf] for leaf in leaves]
         if self.drawing is not None:
-            drawn = [self._drawn[leaf] for leaf in self.leaves]
+            drawn = [self._drawn[leaf] for leaf in leaves]
             if not all(choice.valid for choice in drawn):
                 raise InvalidLogits
             tokens, parents = [choice.token for choice in drawn], list(range(len(drawn)))
             asks = self.stopping.logprobs is not None
             logprobs = log_probs(gather_rows(places)) if asks else None
-            return self._commit(parents, tokens, [choice.logprob for choice in drawn], logprobs)
+            return self._commit(leaves, parents, tokens, [choice.logprob for choice in drawn], logprobs)
         logits = gather_rows(places)
         if invalid_rows(logits).any():
             raise InvalidLogits
         view = TreeView(
-            leaves=[self._leaf(leaf) for leaf in self.leaves],
+            leaves=[self._leaf(leaf) for leaf in leaves],
             logits=logits,
             depth=self.depth,
             finished=[self._leaf(leaf) for leaf in self.finished],
@@ -260,7 +272,7 @@ class DecodeRun:
         except ValueError as error:
             raise ValueError(f"{type(self.controller).__name__}: {error}") from None
         parents, tokens = [parent for parent, _ in pairs], [token for _, token in pairs]
-        return self._commit(parents, tokens, logprobs[parents, tokens].tolist(), logprobs)
+        return self._commit(leaves, parents, tokens, logprobs[parents, tokens].tolist(), logprobs)
 
     def result(self) -> list[Branch] | None:
         """See `Run.result`."""
@@ -270,14 +282,19 @@ class DecodeRun:
         return sorted(leaves, key=lambda leaf: (self.place[leaf], leaf.path))
 
     def _commit(
-        self, parents: list[int], tokens: list[int], chosen: list[float], logprobs: Tensor | None
+        self,
+        old: list[Branch],
+        parents: list[int],
+        tokens: list[int],
+        chosen: list[float],
+        logprobs: Tensor | None,
     ) -> list[Event]:
-        """Extend, branch and prune the leaves as the controller's rows say; `chosen` are the tokens' log-probs."""
+        """Extend, branch and prune the leaves `old` as the rows say; `chosen` are the tokens' log-probs."""
         self.depth += 1
         candidates: Sequence[Candidates | None] = [None] * len(tokens)
         if logprobs is not None and self.stopping.logprobs is not None and tokens:
             candidates = ranked(logprobs[parents], tokens, self.stopping.logprobs)
-        old, self.leaves = self.leaves, []
+        waiting, self.leaves = [leaf for leaf in self.leaves if leaf not in self._logits], []
         uses = Counter(parents)
         # All forks come before any leaf grows: a fork must end where its parent ended.
         grown = [old[i] if uses[i] == 1 else self._fork(old[i]) for i in parents]
@@ -293,6 +310,9 @@ class DecodeRun:
             self.num_decoded[leaf] += 1
             events.append(self._read(leaf, token))
             self._file(leaf)
+        if waiting:  # back in the old order: those that keep their keys are always the same
+            unfinished = {*waiting, *self.leaves}
+            self.leaves = [leaf for leaf in self.num_decoded if leaf in unfinished]
         self._await_logits()
         return events
 
@@ -349,8 +369,10 @@ class DecodeRun:
             leaf.finish_reason = "length"
         (self.finished if leaf.finished else self.leaves).append(leaf)
 
-    def _keep_living(self) -> None:
+    def _served(self) -> list[Branch]:
+        """Return the leaves that have their logits."""
         self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
+        return [leaf for leaf in self.leaves if leaf in self._logits]
 
     def _await_logits(self) -> None:
         self._logits = {}
@@ -402,6 +424,10 @@ class ObserveRun:
     def lanes(self) -> list[Lane]:
         """See `Run.lanes`."""
         return [lane for lane, i in self._lanes.items() if self.branches[i].alive and not lane.done]
+
+    def ready(self) -> bool:
+        """See `Run.ready`."""
+        return not self.lanes()
 
     def deliver(self, lane: Lane, start: int, logits: Tensor, places: list[int]) -> None:
         """See `Run.deliver`."""

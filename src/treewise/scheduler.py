@@ -133,12 +133,13 @@ class Scheduler:
         tips = [lane.tip() for lane in lanes]
         if self._steady is not None and self._steady.grow(lanes, tips):
             return self._steady.batch, self._steady.deliveries(lanes)
-        batch, deliveries = Batch(), []
         tip_of = dict(zip(lanes, tips, strict=True))
         ranked = sorted(lanes, key=attrgetter("tenant.rank"))
-        line = _Line(self.kv, ranked, tip_of, tenants)
+        queue = self._queue(ranked, {lane: _lacking(tip) for lane, tip in tip_of.items()})
+        batch, deliveries = self._decode(queue, tip_of)
+        line = _Line(self.kv, ranked, tip_of, tenants, batch)
         blocked = False  # somebody waits for room: whoever starts behind it would take it, for ever
-        for lane in self._queue(ranked, {lane: batch.lacking(tip) for lane, tip in tip_of.items()}):
+        for lane in queue[len(deliveries) :]:
             rows, tip = batch.num_rows, tip_of[lane]
             if rows == self.max_num_rows:
                 break
@@ -185,6 +186,31 @@ class Scheduler:
             queue += decoding[:first] + starting + decoding[first:]
             left = max(0, left - len(decoding) - wanted)
         return queue
+
+    def _decode(self, queue: Sequence[Lane], tip_of: Mapping[Lane, Node]) -> tuple[Batch, list[Delivery]]:
+        """Begin a batch with those at the head of the queue that lack just the token whose logits they want.
+
+        Many leaves take little longer in one go than one by one; where not all of them have room, none is taken.
+        """
+        places: dict[Node, int] = {}
+        owners: list[Tenant] = []
+        deliveries: list[Delivery] = []
+        for lane in queue[: self.max_num_rows]:
+            tip = tip_of[lane]
+            length = len(tip.tokens)
+            if tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length:
+                break
+            place = places.setdefault(tip, len(places))
+            if place == len(owners):
+                if not tip.computed and _lacking(tip) > 1:
+                    del places[tip]
+                    break
+                owners.append(lane.tenant)
+            deliveries.append(Delivery(lane, lane.wanted, [place]))
+        try:
+            return Batch.of_leaves(list(places), owners, self.kv), deliveries
+        except OutOfSlots:
+            return Batch(), []
 
     def _fits(self, lane: Lane, lacking: int, batch: Batch, line: _Line) -> bool:
         """Whether all that `lane` lacks has room, with a page to go on for each row before it.
@@ -242,6 +268,16 @@ class Scheduler:
                     return False
 
 
+def _lacking(tip: Node) -> int:
+    """How many tokens of the path to `tip` have no keys."""
+    node: Node | None = tip
+    total = 0
+    while node is not None and (lacking := len(node.tokens) - node.computed):
+        total += lacking
+        node = node.parent
+    return total
+
+
 class _Line:
     """All branches of one step in the order in which they keep their keys; the last gives way first.
 
@@ -249,14 +285,19 @@ class _Line:
     """
 
     def __init__(
-        self, kv: KVManager, ranked: Sequence[Lane], tip_of: Mapping[Lane, Node], tenants: Sequence[Tenant]
+        self,
+        kv: KVManager,
+        ranked: Sequence[Lane],
+        tip_of: Mapping[Lane, Node],
+        tenants: Sequence[Tenant],
+        batch: Batch,
     ) -> None:
         self.kv = kv
         self.ranked = ranked
         self.tip_of = tip_of
         self.tenants = tenants
         self.num_preemptions = 0
-        self.served: set[tuple[Tenant, Node]] = set()
+        self.served: set[tuple[object, Node]] = {(span.owner, span.node) for span in batch.spans}
         self._gone: set[tuple[Tenant, Node]] = set()
         self._preemption = Preemption(kv)
         self._places: dict[tuple[Tenant, Node], int] | None = None  # with the number of branches, the last gives way
@@ -317,18 +358,17 @@ class _Steady(NamedTuple):
     tips: list[Node]
     places: list[list[int]]
     version: int
+    num_moves: int
 
     @classmethod
     def after(
         cls, kv: KVManager, batch: Batch, deliveries: Sequence[Delivery], lanes: Sequence[Lane], tips: list[Node]
     ) -> _Steady | None:
         """Remember a step, None where its batch cannot grow."""
-        if len(deliveries) != len(lanes) or len(batch.spans) != batch.num_rows:
-            return None
-        if {span.node for span in batch.spans if span.store} != set(tips) or len(set(tips)) != batch.num_rows:
+        if len(deliveries) != len(lanes) or not batch.can_grow or {span.node for span in batch.spans} != set(tips):
             return None
         places = {delivery.lane: delivery.places for delivery in deliveries}
-        return cls(kv, batch, tips, [places[lane] for lane in lanes], kv.forest.version)
+        return cls(kv, batch, tips, [places[lane] for lane in lanes], kv.forest.version, kv.pool.num_moves)
 
     def grow(self, lanes: Sequence[Lane], tips: list[Node]) -> bool:
         """Let the batch grow if the same leaves have grown by a token each, and nothing else has happened."""
@@ -342,7 +382,7 @@ class _Steady(NamedTuple):
             self.batch.grow(self.kv)
         except OutOfSlots:
             return False
-        return not self.kv.pool.moved
+        return self.num_moves == self.kv.pool.num_moves
 
     def deliveries(self, lanes: Sequence[Lane]) -> list[Delivery]:
         """Return who gets which logits."""

@@ -39,6 +39,7 @@ class ContiguousPool:
             raise ValueError(f"num_kv_slots: {num_slots} slots leave no room beside the scratch slot")
         self.num_slots = num_slots
         self.scratch_slot = 0
+        self.num_moves = 0
         self._holes: list[tuple[int, int]] = [(1, num_slots)]  # free [start, end), sorted, never touching
         self._runs: dict[Node, _Run] = {}
         self._copies: list[Copy] = []
@@ -78,9 +79,8 @@ class ContiguousPool:
     def append(self, nodes: Sequence[Node]) -> Slots:
         """See `SlotPool.append`."""
         for node in nodes:
-            self.extend(node, self._runs[node].length + 1)
-        runs = [self._runs[node] for node in nodes]
-        return np.array([run.start + run.length - 1 for run in runs], np.int32)
+            self.extend(node, len(node.tokens))
+        return np.array([self._runs[node].start + len(node.tokens) - 1 for node in nodes], np.int32)
 
     def slots(self, node: Node) -> Slots:
         """See `SlotPool.slots`."""
@@ -109,7 +109,7 @@ class ContiguousPool:
                 above.capacity += below.capacity
             elif below.length <= min(MOST_MOVED, above.capacity - above.length):
                 end = above.start + above.length
-                self._copies.append(Copy(_span(below.start, below.length), _span(end, below.length)))
+                self._copy(Copy(_span(below.start, below.length), _span(end, below.length)))
                 self._free(below.start, below.start + below.capacity)
             else:
                 return False
@@ -128,11 +128,6 @@ class ContiguousPool:
         """See `SlotPool.take_copies`."""
         copies, self._copies = self._copies, []
         return copies
-
-    @property
-    def moved(self) -> bool:
-        """See `SlotPool.moved`."""
-        return bool(self._copies)
 
     def check_integrity(self, nodes: Iterable[Node]) -> None:
         """See `SlotPool.check_integrity`."""
@@ -172,9 +167,13 @@ class ContiguousPool:
         old = self._runs.get(node)
         self._runs[node] = target
         if old is not None:
-            self._copies.append(Copy(_span(old.start, old.length), _span(target.start, old.length)))
+            self._copy(Copy(_span(old.start, old.length), _span(target.start, old.length)))
             self._free(old.start, old.start + old.capacity)
         return target
+
+    def _copy(self, copy: Copy) -> None:
+        self._copies.append(copy)
+        self.num_moves += 1
 
     def _compact(self, last: Node | None = None) -> None:
         """Move all runs together at the front, without spare room, `last` behind the others."""
@@ -186,9 +185,7 @@ class ContiguousPool:
             self._runs[node] = _Run(edge, run.length, run.length)
             edge += run.length
         if moves:  # one copy, so that every slot is read before any is written
-            self._copies.append(
-                Copy(np.concatenate([m.source for m in moves]), np.concatenate([m.target for m in moves]))
-            )
+            self._copy(Copy(np.concatenate([m.source for m in moves]), np.concatenate([m.target for m in moves])))
         self._holes = [(edge, self.num_slots)] if edge < self.num_slots else []
 
 

@@ -142,14 +142,19 @@ class KVManager:
                     raise
 
     def append(self, nodes: Sequence[Node]) -> Slots:
-        """Give each of `nodes`, which have slots already, one for one more token; return these, int32 [nodes].
+        """Return the slot of the last token of each of `nodes`, int32 [nodes]; they may lack that one.
 
         Raises
         ------
         OutOfSlots
-            If the pool is full; nothing was evicted for it.
+            If even an empty cache leaves too little room; some of the nodes may have got theirs.
         """
-        return self.pool.append(nodes)
+        while True:
+            try:
+                return self.pool.append(nodes)
+            except OutOfSlots:
+                if not self._evict(len(nodes)):
+                    raise
 
     def drop(self, tips: Sequence[Node], keep: int) -> None:
         """Undo one `hold` of each of `tips`, and let go of what nobody needs any more.

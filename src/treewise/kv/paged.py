@@ -24,7 +24,7 @@ class _Run:
         self.slots = slots  # a buffer that grows by doubling; `length` of it are in use
         self.length = length
 
-    def append(self, slots: Slots) -> None:
+    def append(self, slots: Slots | list[int]) -> None:
         """Put the slots of further tokens at the end."""
         length = self.length + len(slots)
         if length > len(self.slots):
@@ -62,6 +62,7 @@ class PagedPool:
         self.page_size = page_size
         self.num_slots = num_pages * page_size
         self.scratch_slot = 0
+        self.num_moves = 0
         self._refs = [1] + [0] * (num_pages - 1)
         self._free = list(range(num_pages - 1, 0, -1))  # a stack; low pages first, so that fresh nodes lie in long runs
         self._runs: dict[Node, _Run] = {}
@@ -92,6 +93,10 @@ class PagedPool:
         if torn:
             self._copy_last_page(run)
         run.pages += (self._take() for _ in range(new_pages))
+        if length == run.length + 1:  # NumPy would take longer to start than this takes
+            place = run.offset + run.length
+            run.append([run.pages[place // size] * size + place % size])
+            return
         places = np.arange(run.offset + run.length, run.offset + length)
         first = (run.offset + run.length) // size
         pages = np.asarray(run.pages[first:], np.int32)
@@ -102,18 +107,16 @@ class PagedPool:
         runs, size, refs = self._runs, self.page_size, self._refs
         new: list[int] = []
         for node in nodes:
-            run = runs[node]
-            length = run.length
-            place = (run.offset + length) % size
-            page = run.pages[-1]
-            if place and refs[page] == 1 and length < len(run.slots):
-                # Inside a page of its own: NumPy would take longer to start than this takes.
-                run.slots[length] = slot = page * size + place
-                run.length = length + 1
-            else:
-                self.extend(node, length + 1)
-                slot = int(run.slots[length])
-            new.append(slot)
+            run, last = runs.get(node), len(node.tokens) - 1
+            if run is not None and run.length == last < len(run.slots):
+                place, page = (run.offset + last) % size, run.pages[-1]
+                if place and refs[page] == 1:
+                    run.slots[last] = slot = page * size + place
+                    run.length = last + 1
+                    new.append(slot)
+                    continue
+            self.extend(node, last + 1)
+            new.append(int(runs[node].slots[last]))
         return np.array(new, np.int32)
 
     def slots(self, node: Node) -> Slots:
@@ -159,11 +162,6 @@ class PagedPool:
         """See `SlotPool.take_copies`."""
         moves, self._moves = self._moves, {}
         return [Copy(np.array(list(moves.values()), np.int32), np.array(list(moves), np.int32))] if moves else []
-
-    @property
-    def moved(self) -> bool:
-        """See `SlotPool.moved`."""
-        return bool(self._moves)
 
     def check_integrity(self, nodes: Iterable[Node]) -> None:
         """See `SlotPool.check_integrity`."""
@@ -225,6 +223,7 @@ class PagedPool:
 
     def _move(self, source: Slots, target: Slots) -> None:
         # A slot may be moved again before the runner moves anything: its keys still lie where they were first.
+        self.num_moves += 1
         moves = self._moves
         moves.update(zip(target.tolist(), [moves.get(slot, slot) for slot in source.tolist()], strict=True))
 

@@ -38,11 +38,14 @@ class SlotPool(Protocol):
         A slot that no token ever owns; rows whose keys need no place write there.
     page_size : int
         Tokens of a node whose slots follow each other without a gap are promised in runs of this many.
+    num_moves : int
+        How often tokens have changed their slots so far.
     """
 
     num_slots: int
     scratch_slot: int
     page_size: int
+    num_moves: int
 
     @property
     def num_free(self) -> int:
@@ -58,12 +61,12 @@ class SlotPool(Protocol):
         """
 
     def append(self, nodes: Sequence[Node]) -> Slots:
-        """Give each of `nodes` a slot for one more token; return these slots, int32 [nodes].
+        """Return the slot of the last token of each of `nodes`, int32 [nodes]; they may lack that one.
 
         Raises
         ------
         OutOfSlots
-            If the pool cannot; some of the nodes may have got theirs, which `extend` will find.
+            If the pool cannot; some of the nodes may have got theirs, and keep them.
         """
 
     def slots(self, node: Node) -> Slots:
@@ -86,10 +89,6 @@ class SlotPool(Protocol):
 
     def take_copies(self) -> list[Copy]:
         """Return the moves that extending and joining made necessary since the last call, in order."""
-
-    @property
-    def moved(self) -> bool:
-        """Whether any token's slot has changed since `take_copies`."""
 
     def check_integrity(self, nodes: Iterable[Node]) -> None:
         """Verify that the pool's records are what `nodes` own, no more and no less."""
