@@ -8,9 +8,11 @@ from __future__ import annotations
 import checks
 import pytest
 import torch
+from gluon_on_numpy import import_kernels
 from matrix import SMALL_TREES, cases, inputs, relative_error
 
-from treewise.attention import get_backend, run_plan
+from treewise.attention import TreeSpec, get_backend, plan_tree, run_plan
+from treewise.attention.backend import Scoring
 
 CASES = cases(SMALL_TREES)
 
@@ -51,6 +53,33 @@ def test_slots_come_in_runs(run):
 @pytest.mark.parametrize("method", checks.INTERVAL_METHODS)
 def test_buffers_take_one_plan_after_another(method):
     checks.buffers_take_one_plan_after_another(method, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_wide_items_go_to_the_kernel_for_them(monkeypatch, window):
+    name = "treewise.attention.hopper"
+    with monkeypatch.context() as patch:
+        hopper = import_kernels(name, patch)
+    calls = []
+
+    def attend(*arguments, **options):
+        calls.append(arguments[10])  # how wide
+        hopper.attend(*arguments, **options)
+
+    monkeypatch.setattr(f"{name}.attend", attend)
+    monkeypatch.setattr(f"{name}.suits", lambda q, k, v, packed: packed > 32)
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+    tree = TreeSpec([-1] + [0] * 30 + [1] * 3, [150] + [70] * 33, range(4, 34))
+    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16, "window": window}
+    q = torch.randn(30, 8, 64).half()
+    k, v = (torch.randn(tree.num_tokens, 2, 64).half() for _ in range(2))
+    for method, tile in (("deft:node", 32), ("deft:flatten", 16), ("radix", 32)):
+        plan = plan_tree(tree, method, row_tile=tile, **shape)
+        expected, expected_lse = run_plan(plan, q, k, v, return_lse=True, backend="reference")
+        out, lse = get_backend("hopper", q.device).run(plan, q, k, v, Scoring(0.125), True)
+        assert relative_error(out, expected) < 5e-4
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-3)
+    assert set(calls) == ({64, 128} if window is None else set())
 
 
 def test_bfloat16_is_refused():
