@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treewise.batch import Batch
 from treewise.branch import Branch, BranchTree, Call, Codec, Decode, Gather, Observe, Operation
+from treewise.config import check_integer
 from treewise.kv import KVManager
 from treewise.operations import DecodeRun, Event, InvalidLogits, Limits, ObserveRun, Run, Task, draw
 from treewise.results import Usage
@@ -100,14 +101,33 @@ class Engine:
         self._aborted: list[Request] = []  # during the step under way
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="treewise-call")
 
-    def add(self, program: Program, prompt_tokens: Sequence[int], seed: int | None = None) -> Request:
+    def add(
+        self,
+        program: Program,
+        prompt_tokens: Sequence[int],
+        seed: int | None = None,
+        *,
+        priority: int = 0,
+        namespace: str = "",
+    ) -> Request:
         """Start `program` on a new tree whose root holds `prompt_tokens`.
+
+        Parameters
+        ----------
+        program : async function
+        prompt_tokens : sequence of int
+        seed : int, optional
+        priority : int
+            Requests of higher priority get rows first, and slots at the cost of lower ones; among equal ones the
+            earlier goes first. Waiting does not raise it.
+        namespace : str
+            Only requests of one namespace share cached prefixes.
 
         Raises
         ------
         ValueError
-            If the prompt is empty, longer than the context or too large for the KV pool, or the program is no async
-            function; nothing was started then.
+            If the prompt is empty, longer than the context or too large for the KV pool, the program is no async
+            function, or an option is of a wrong type; nothing was started then.
         RuntimeError
             If a step is under way, see `step`.
         """
@@ -117,10 +137,13 @@ class Engine:
             raise ValueError(f"prompt: {len(prompt_tokens)} tokens exceed max_model_len={self.limits.max_model_len}")
         if len(prompt_tokens) >= self.kv.num_slots:
             raise ValueError(f"prompt: {len(prompt_tokens)} tokens do not fit the KV pool of {self.kv.num_slots} slots")
+        check_integer("priority", priority)
+        if not isinstance(namespace, str):
+            raise ValueError(f"namespace: {namespace!r} is not a text")
         self._refuse_inside_a_step()
         request_id = next(self._ids)
         seed = row_key(self.seed, (request_id,)) if seed is None else seed
-        tree = BranchTree(self.kv, self.codec, prompt_tokens, seed, request_id)
+        tree = BranchTree(self.kv, self.codec, prompt_tokens, seed, request_id, priority, namespace)
         try:
             coroutine = program(tree.root)
             if not isinstance(coroutine, Coroutine):

@@ -13,7 +13,7 @@ import torch
 from treewise.branch import Branch, BranchTree, Observe, checked_tokens, generate
 from treewise.config import BeamSearchParams, SamplingParams
 from treewise.engine import Engine, Request
-from treewise.kv import KVManager, make_pool
+from treewise.kv import CacheStatistics, KVManager, make_pool
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.operations import Limits
 from treewise.outputs import completion, draw, logprobs
@@ -146,7 +146,12 @@ class LLM:
     # ------------------------------------------------------------------ what a user calls
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        namespace: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete each prompt ``params.n`` times; all of it is one batch.
 
@@ -156,6 +161,10 @@ class LLM:
             Text or token ids.
         params : SamplingParams or list of them, optional
             One for all prompts, or one each.
+        priority : int or list of int
+            One for all prompts, or one each. The higher goes first, the earlier of equal ones.
+        namespace : str or list of str
+            One for all prompts, or one each. Only requests of one namespace share cached prefixes.
 
         Raises
         ------
@@ -165,17 +174,20 @@ class LLM:
             If some of several requests failed; it carries the outputs of the others.
         """
         prompts = _listed(prompts)
-        each = _one_each(SamplingParams() if params is None else params, len(prompts))
+        each = _one_each("params", SamplingParams() if params is None else params, SamplingParams, len(prompts))
         programs = [lambda root, own=own: _sample(root, own) for own in each]
-        requests = self._complete(prompts, programs, [own.seed for own in each])
+        requests = self._complete(prompts, programs, [own.seed for own in each], priority, namespace)
         return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        namespace: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, formatted by the model's chat template.
+        """Answer one conversation or several, formatted by the model's chat template; see `generate`.
 
         Raises
         ------
@@ -184,9 +196,12 @@ class LLM:
         """
         single = len(messages) > 0 and isinstance(messages[0], dict)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
-        return self.generate([self.tokenizer.apply_chat_template(turns) for turns in conversations], params)
+        prompts = [self.tokenizer.apply_chat_template(turns) for turns in conversations]
+        return self.generate(prompts, params, priority=priority, namespace=namespace)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, namespace: str = ""
+    ) -> Iterator[str]:
         """Yield the text of one completion as it grows; the pieces join to what `generate` returns.
 
         Raises
@@ -197,7 +212,7 @@ class LLM:
         params = SamplingParams() if params is None else params
         if params.n != 1:
             raise ValueError(f"n: a stream is one completion, not {params.n}")
-        [request] = self._submit([prompt], [lambda root: _sample(root, params)], [params.seed])
+        [request] = self._submit([prompt], [lambda root: _sample(root, params)], [params.seed], priority, namespace)
         if isinstance(request, BaseException):
             raise request
         pieces = self._streams[request.tree] = deque()
@@ -213,13 +228,21 @@ class LLM:
         if request.error is not None:
             raise request.error
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
-        """Search the likeliest completions with ``params.beam_width`` beams, as Transformers does.
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        priority: int | Sequence[int] = 0,
+        namespace: str | Sequence[str] = "",
+    ) -> list[RequestOutput]:
+        """Search the likeliest completions with ``params.beam_width`` beams, as Transformers does; see `generate`.
 
         The outputs are the best hypotheses, best first; their branches' scores are length-penalised.
         """
         prompts = _listed(prompts)
-        requests = self._complete(prompts, [lambda root: _beams(root, params)] * len(prompts), [None] * len(prompts))
+        programs = [lambda root: _beams(root, params)] * len(prompts)
+        requests = self._complete(prompts, programs, [None] * len(prompts), priority, namespace)
         return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
 
     def run(
@@ -228,6 +251,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         seed: int | None = None,
+        priority: int | Sequence[int] = 0,
+        namespace: str | Sequence[str] = "",
         **kwargs: Any,
     ) -> list[ProgramOutput]:
         """Run ``program(root, **kwargs)`` over a tree for each prompt, all trees in one batch.
@@ -239,23 +264,39 @@ class LLM:
         prompts : str, list of int, or list of these
         seed : int, optional
             The same seed gives the same trees.
+        priority, namespace
+            See `generate`.
         """
         prompts = _listed(prompts)
         seeds = [None if seed is None else row_key(seed, (i,)) for i in range(len(prompts))]
-        requests = self._complete(prompts, [lambda root: program(root, **kwargs)] * len(prompts), seeds)
+        programs = [lambda root: program(root, **kwargs)] * len(prompts)
+        requests = self._complete(prompts, programs, seeds, priority, namespace)
         return self._collect(requests, lambda i, request: self._program_output(request, program.__name__))
+
+    @property
+    def cache_statistics(self) -> CacheStatistics:
+        """What the prefix cache was asked for, and what it had, so far."""
+        return replace(self.engine.kv.statistics)
 
     # ------------------------------------------------------------------ requests
 
     def _submit(
-        self, prompts: Sequence[Prompt], programs: Sequence[Any], seeds: Sequence[int | None]
+        self,
+        prompts: Sequence[Prompt],
+        programs: Sequence[Any],
+        seeds: Sequence[int | None],
+        priority: int | Sequence[int],
+        namespace: str | Sequence[str],
     ) -> list[Request | BaseException]:
         """Start what can be started; the error of each prompt that cannot."""
+        priorities = _one_each("priority", priority, int, len(prompts))
+        namespaces = _one_each("namespace", namespace, str, len(prompts))
         started: list[Request | BaseException] = []
         try:
-            for prompt, program, seed in zip(prompts, programs, seeds, strict=True):
+            for prompt, program, seed, *terms in zip(prompts, programs, seeds, priorities, namespaces, strict=True):
                 try:
-                    started.append(self.engine.add(program, self._encoded(prompt), seed))
+                    tokens = self._encoded(prompt)
+                    started.append(self.engine.add(program, tokens, seed, priority=terms[0], namespace=terms[1]))
                 except ValueError as error:
                     started.append(error)
         except BaseException:
@@ -263,11 +304,9 @@ class LLM:
             raise
         return started
 
-    def _complete(
-        self, prompts: Sequence[Prompt], programs: Sequence[Any], seeds: Sequence[int | None]
-    ) -> list[Request | BaseException]:
-        """Start what can be started and step until all of it has ended; on an interrupt, end it."""
-        requests = self._submit(prompts, programs, seeds)
+    def _complete(self, prompts: Sequence[Prompt], *terms: Any) -> list[Request | BaseException]:
+        """Start what can be started, see `_submit`, and step until all of it has ended; on an interrupt, end it."""
+        requests = self._submit(prompts, *terms)
         try:
             while any(isinstance(request, Request) and not request.done for request in requests):
                 self._step()
@@ -372,16 +411,16 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [several] if several and isinstance(several[0], Integral) else several
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    params = list(params)
-    for own in params:
-        if not isinstance(own, SamplingParams):
-            raise ValueError(f"params: {own!r} is not a SamplingParams")
-    if len(params) != count:
-        raise ValueError(f"params: {len(params)} for {count} prompts; give one, or one each")
-    return params
+def _one_each(name: str, values: Any, kind: type[Any], count: int) -> list[Any]:
+    """Return `values`, one of `kind` or a list of them, as one for each of `count` prompts."""
+    single = isinstance(values, kind) or not isinstance(values, Iterable)
+    each = [values] * count if single else list(values)
+    for value in each:
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}: {value!r} is not of type {kind.__name__}")
+    if len(each) != count:
+        raise ValueError(f"{name}: {len(each)} for {count} prompts; give one, or one each")
+    return each
 
 
 def _resolve_device(name: str) -> str:

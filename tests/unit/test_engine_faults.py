@@ -389,7 +389,7 @@ def test_prompts_may_be_arrays_tensors_and_generators():
     for prompts in ({"prompt": "a"}, [{"prompt": "a"}], None, b"ab", [b"ab"], 5, [1.5], ["a", None], [[1.5]]):
         with pytest.raises(ValueError, match="prompt"):
             llm.generate(prompts, SHORT)
-    with pytest.raises(ValueError, match="params: 'n' is not a SamplingParams"):
+    with pytest.raises(ValueError, match="params: 'n' is not of type SamplingParams"):
         llm.generate([[1]], {"n": 1})
     idle(llm)
 
