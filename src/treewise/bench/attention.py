@@ -86,7 +86,7 @@ def attention(
         dtype = "bfloat16" if place.type == "cuda" else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    element, shape = DTYPES[dtype], (*_read_heads(heads), head_dim)
+    element, shape = DTYPES[dtype], (*read_heads(heads), head_dim)
     names = _choose("methods", methods, (*METHODS, "auto")) if methods != "all" else METHODS
     contenders: list[Contender] = [Method(name, page_size) for name in names]
     if peers_path is not None:
@@ -220,7 +220,8 @@ def _choose(what: str, names: str, choices: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _read_heads(heads: str) -> tuple[int, int]:
+def read_heads(heads: str) -> tuple[int, int]:
+    """Read query heads and KV heads, such as ``32,8``."""
     try:
         num_heads, num_kv_heads = (int(part) for part in heads.split(","))
     except ValueError:

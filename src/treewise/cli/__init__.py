@@ -24,6 +24,7 @@ app.command("treewise.cli.info:models", help="List the built-in models and the c
 app.command("treewise.cli.info:env", help="Print versions, devices and folders, for bug reports.")
 bench = App(name="bench", help="Timed runs; the last line of standard output is JSON.")
 bench.command("treewise.bench.attention:attention", help="Attention methods on named trees.")
+bench.command("treewise.bench.fit:fit", help="Fit what picks the attention method on this device.")
 bench.command("treewise.bench.tree:tree", help="A whole branching request, beside another engine.")
 app.command(bench)
 

@@ -15,9 +15,12 @@ import numpy.typing as npt
 import torch
 
 from treewise.plan import partition
+from treewise.plan.cost import Layer
+from treewise.plan.cut import Task
+from treewise.plan.cut import cut as cut_layout
 from treewise.plan.data import ENTRY, FREE_END, IO, KV_START, Plan, merges, upload
 from treewise.plan.growth import find_room, with_room
-from treewise.plan.layout import Layout, lay_out, unpack
+from treewise.plan.layout import lay_out, unpack
 from treewise.plan.spec import TreeSpec, check, integers
 
 __all__ = ["IO", "METHODS", "Plan", "TreeSpec", "plan_tree"]
@@ -63,8 +66,8 @@ def plan_tree(
     tree : TreeSpec
         The tree or forest.
     method : str
-        One of `METHODS`; ``"auto"`` is ``"deft:flatten"``, which is plain split-KV decoding where nothing is shared;
-        ``"reference"`` runs in double precision.
+        One of `METHODS`; ``"auto"`` is the one that is predicted to be fastest, see `treewise.plan.cost` and
+        ``Plan.why``; ``"reference"`` runs in double precision.
     num_heads, num_kv_heads, head_dim : int
         Shape of the layer; query heads are a multiple of KV heads.
     slots : array_like of int, [tokens], optional
@@ -100,7 +103,7 @@ def plan_tree(
     """
     device = torch.device(device)
     backend = "reference" if method == "reference" else None
-    method = {"auto": "deft:flatten", "reference": "deft:node"}.get(method, method)
+    method = "deft:node" if method == "reference" else method
     _check(method, mask, page_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     for name, limit in (("window", window), ("chunk", chunk), ("row_tile", row_tile)):
         if limit is not None and limit < 1:
@@ -119,19 +122,21 @@ def plan_tree(
         tree, slot = with_room(tree, slot, room)
 
     group_size = num_heads // num_kv_heads
-    if device.type == "cuda" and (row_tile or 1) * group_size > 256 and method.startswith("deft:"):
+    if device.type == "cuda" and (row_tile or 1) * group_size > 256 and method.startswith(("auto", "deft:")):
         raise ValueError(f"row_tile is {row_tile}; on cuda it may hold at most 256 rows × heads of a KV head")
     if mask == "words":
         row_tile = min(row_tile or 64, 64 if device.type == "cpu" else max(1, 64 // group_size))
     reach = None if window is None else window + room  # what a row sees before and after it has grown
     layout = lay_out(tree, slot, reach)
-    cut, row_tile = _cut(layout, method, reach, device, num_kv_heads, group_size, row_tile, chunk)
+    layer = Layer(device, num_heads, num_kv_heads, head_dim, dtype, kv_dtype or dtype)
+    cut, method, why, row_tile = cut_layout(method, Task(layout, layer, reach, row_tile, chunk), mask)
     if mask == "words":
         cut = partition.with_words(cut, window)
     cut = partition.in_launch_order(cut, group_size)
     items, cells = cut.items, cut.layout
     kv_slots, kv_readers = cells.kv_slots, cells.kv_readers
     place, hidden = find_room(kv_slots, tree.num_queries, room)
+    room_readers = kv_readers[place[:1].ravel()]
     if room:
         kv_slots[hidden] = kv_readers[hidden] = 0
         following = np.append(hidden, len(kv_slots))[np.searchsorted(hidden, items[:, KV_START])]
@@ -156,16 +161,18 @@ def plan_tree(
         "kv_readers": kv_readers,  # one load for both ends
         "reduce_queries": arrays["row_order"][reduce_rows],
         "room": place,
+        "room_readers": room_readers,
     }
     return Plan(
         method=method,
+        why=why,
         mask={"specinfer": "bits", "medusa": "dense", "vanilla": "dense"}.get(method, mask),
         backend=backend,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype,
-        kv_dtype=kv_dtype or dtype,
+        kv_dtype=layer.kv_dtype,
         device=device,
         page_size=page_size,
         window=window,
@@ -182,7 +189,7 @@ def plan_tree(
 
 
 def _check(method: str, mask: str, page_size: int, **shape: int) -> None:
-    if method not in METHODS:
+    if method not in (*METHODS, "auto"):
         raise ValueError(f"method is {method!r}; choose one of {', '.join((*METHODS, 'auto', 'reference'))}")
     for name, value in shape.items():
         if value < 1:
@@ -195,38 +202,5 @@ def _check(method: str, mask: str, page_size: int, **shape: int) -> None:
         raise ValueError(f"page_size is {page_size}; choose one of {', '.join(map(str, PAGE_SIZES))}")
     if mask not in MASKS:
         raise ValueError(f"mask is {mask!r}; choose one of {', '.join(MASKS)}")
-    if mask == "words" and not method.startswith("deft:"):
+    if mask == "words" and not method.startswith(("auto", "deft:")):
         raise ValueError(f"mask='words' is for deft:* methods; method {method!r} has a mask of its own")
-
-
-def _cut(
-    layout: Layout,
-    method: str,
-    window: int | None,
-    device: torch.device,
-    num_kv_heads: int,
-    group_size: int,
-    row_tile: int | None,
-    chunk: int | None,
-) -> tuple[partition.Partition, int]:
-    """Cut a layout by a method; also return the most rows that read a key token together."""
-    step = partition.cutting_step(device, chunk)
-    if method == "deft:flatten":
-        sizes = partition.blocks(device, num_kv_heads, group_size, row_tile, chunk)
-        return partition.with_keys(partition.flatten(layout, sizes, step), window), max(
-            sizes.shared.rows, sizes.paths.rows
-        )
-    rows = row_tile or (128 if device.type == "cpu" else max(1, 64 // group_size))
-    match method:
-        case "medusa":
-            return partition.dense(layout, window), len(layout.row_order)
-        case "vanilla":
-            return partition.dense(layout, window), rows
-        case "specinfer":
-            return partition.by_query_over_trees(layout, window), rows
-        case "flash_decoding" | "radix":
-            chunk = chunk or partition.default_chunk(layout, 1, device, num_kv_heads)
-            return partition.by_query(layout, window, rows, chunk, step), rows
-        case "deft:node":
-            return partition.by_node(layout, window, rows, max(1, len(layout.kv_slots)), step), rows
-    return partition.by_node(layout, window, rows, chunk or 256, step), rows

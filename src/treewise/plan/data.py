@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treewise.plan.layout import indptr, pack, pairs, ranges, stable_order
+from treewise.plan.layout import indptr, pairs, ranges, stable_order
 from treewise.plan.spec import Ints, integers
 
 # Columns of Plan.items: one row a work item, so that a kernel gets all it needs in one 32-byte load.
@@ -55,6 +55,8 @@ class Plan:
     method, mask : str
         The partition, one of `METHODS`; how visibility is told: ``"intervals"``, ``"words"`` (64 rows of the item in
         a word a token), ``"bits"`` (64 tokens in a word, an item of one row) or ``"dense"`` (a byte a pair).
+    why : str
+        Why this method: that it was asked for, or the predicted times of all that ``"auto"`` considered.
     backend : str or None
         The backend that the method's name asks for; None lets the device decide.
     row_order : [rows]
@@ -84,12 +86,14 @@ class Plan:
         How often the plan has grown.
     tensors : dict
         What kernels read of the arrays above on the plan's device, uploaded in one copy; ``kv_readers`` is ``kv_low``
-        and ``kv_high`` in 64 bits, ``reduce_queries`` the queries of ``reduce_rows``.
+        and ``kv_high`` in 64 bits, ``reduce_queries`` the queries of ``reduce_rows``, ``room_readers`` what `grow`
+        puts into ``kv_readers``.
     prepared : dict
         What a backend worked out once for this plan, by backend name.
     """
 
     method: str
+    why: str
     mask: str
     backend: str | None
     num_heads: int
@@ -147,24 +151,17 @@ class Plan:
         """
         if self.grown == len(self.room):
             raise ValueError(f"room is used up: the plan was made for {len(self.room)} more tokens a branch")
-        slot = integers("slots", slots, self.num_rows, "one a query")
+        slot = integers("slots", slots, self.num_rows, "one a query").astype(np.int32)
         token = self.room[self.grown]
         row = np.empty_like(self.row_order)
         row[self.row_order] = np.arange(self.num_rows, dtype=row.dtype)
-        arrays: dict[str, Ints] = {
-            "kv_slots": slot.astype(np.int32),
-            "kv_low": row,
-            "kv_high": row + 1,
-            "kv_readers": pack(row, row + 1),
-        }
-        for name in ("kv_slots", "kv_low", "kv_high"):
-            getattr(self, name)[token] = arrays[name]
+        self.kv_slots[token], self.kv_low[token], self.kv_high[token] = slot, row, row + 1
         self.row_position += 1
         self.num_slots = max(self.num_slots, int(slot.max()) + 1)
         on = self.tensors
-        new = upload({"kv_slots": arrays["kv_slots"], "kv_readers": arrays["kv_readers"]}, self.device)
-        for name, values in new.items():
-            on[name].index_copy_(0, on["room"][self.grown], values)
+        token_there = on["room"][self.grown]
+        on["kv_slots"].index_copy_(0, token_there, upload({"slots": slot}, self.device)["slots"])
+        on["kv_readers"].index_copy_(0, token_there, on["room_readers"])
         if self.window is not None:
             on["row_position"].copy_(upload({"positions": self.row_position}, self.device)["positions"])
         self.prepared.pop("cpu", None)  # it made copies

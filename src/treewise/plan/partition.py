@@ -29,8 +29,9 @@ class Cut(NamedTuple):
     """How to cut one kind of list: into items of at most so many rows and key tokens.
 
     ``wanted`` pairs a number of items with a length: the fewest key tokens an item are taken that make no more items
-    than that, unless they pass the length; then the next pair decides. Where the lists alone are many times as many,
-    as those of a long prompt's rows are, an item may be as long as half of what each of that number would get.
+    than that, unless they pass the length; then the next pair decides. Where there are more lists than items wanted,
+    those are cut that are longer than the share of an item; very long ones at a third of it, so that the last items
+    to run do not run alone for long.
     """
 
     rows: int
@@ -45,15 +46,18 @@ class Cut(NamedTuple):
             fits = (-(-length[:, None] // chunks) * count[:, None]).sum(0) <= items
             if fits.any():
                 return int(chunks[np.argmax(fits)])
-        share = int(lengths.sum()) // (2 * self.wanted[-1][0]) if self.wanted else 0
-        return max(self.most, share)
+        if not self.wanted:
+            return self.most
+        share = int(lengths.sum()) // self.wanted[-1][0]
+        return max(STEP, min(share, max(self.most, share // 3)))
 
 
 class Blocks(NamedTuple):
     """How `flatten` cuts rows × key tokens.
 
     A node of at least ``shared_length`` key tokens, or ``lone_length`` where one item holds its readers, gets groups
-    of its own; the others are read along the paths of a row tile.
+    of its own; the others are read along the paths of a row tile. So is one that an item of a path can hold where
+    next to nothing is left for the paths otherwise, or one row tile holds all rows: another kernel would not pay.
     """
 
     shared_length: int
@@ -87,15 +91,6 @@ def cutting_step(device: torch.device, chunk: int | None) -> int:
     return STEP if device.type != "cpu" and (chunk or STEP) % STEP == 0 else 1
 
 
-def default_chunk(layout: Layout, row_tile: int, device: torch.device, num_kv_heads: int) -> int:
-    """Most key tokens of a group, so that a GPU gets a few items a multiprocessor; a CPU wants few large products."""
-    if device.type == "cpu":
-        return 2048
-    tiles = -(-(layout.node_high - layout.node_low) // row_tile)
-    work = int(((layout.node_end - layout.node_start) * tiles).sum()) * num_kv_heads
-    return int(np.clip(-(-work // (4 * multiprocessors(device)) // STEP) * STEP, 256, 2048))
-
-
 def by_node(layout: Layout, window: int | None, row_tile: int, chunk: int, step: int) -> Partition:
     """One group a node and chunk of its key tokens, with all its readers."""
     _, start, end = _even(layout.node_start, layout.node_end, np.full(len(layout.node_start), chunk), step)
@@ -105,20 +100,20 @@ def by_node(layout: Layout, window: int | None, row_tile: int, chunk: int, step:
 def blocks(device: torch.device, num_kv_heads: int, group_size: int, row_tile: int | None, chunk: int | None) -> Blocks:
     """Choose the sizes for `flatten`: on a CPU few operations, on a GPU few partial results and items for one wave.
 
-    Measured on an H200: what an item of 64 packed rows saves over one of 16 is worth more than the pairs that it
-    masks, and partial results cost more than reading a node of less than 2,048 key tokens once a tile.
+    On a CPU, masked pairs cost as much as others, hence narrow tiles for the paths: 16 rows take a fifth less than 128
+    over 17 trees. Measured on an H200: what an item of 64 packed rows saves over one of 16 is worth more than the
+    pairs that it masks, and partial results cost more than reading a node of less than 2,048 key tokens once a tile.
     """
     if device.type == "cpu":
-        rows, most = row_tile or 128, chunk or 2048
-        cut = Cut(rows, most)
-        return Blocks(min(64, most), min(64, most), cut, cut, Cut(rows, min(256, most)))
+        cut, paths = Cut(row_tile or 128, chunk or 2048), Cut(row_tile or 16, min(512, chunk or 512))
+        return Blocks(min(32, cut.most), min(32, cut.most), cut, cut, paths)
     narrow, middle, wide = (row_tile or max(1, packed // group_size) for packed in (16, 64, 128))
     if chunk:
-        return Blocks(2048, 256, Cut(wide, chunk), Cut(narrow, chunk), Cut(middle, chunk))
+        return Blocks(2048, 320, Cut(wide, chunk), Cut(narrow, chunk), Cut(middle, chunk))
     wave = max(1, multiprocessors(device) // num_kv_heads)
     return Blocks(
         2048,
-        256,
+        320,
         Cut(wide, LONGEST, ((wave, LONGEST),)),
         Cut(narrow, LONGEST, ((2 * wave, LONGEST),)),
         Cut(middle, LONGEST, ((3 * wave, SHORT), (2 * wave, LONGEST))),
@@ -135,6 +130,9 @@ def flatten(layout: Layout, sizes: Blocks, step: int) -> Partition:
     length, readers = layout.node_end - layout.node_start, layout.node_high - layout.node_low
     lone = readers <= sizes.lone.rows
     own = length >= np.where(lone, sizes.lone_length, sizes.shared_length)
+    tiles = -(-len(layout.row_order) // sizes.paths.rows)
+    if not (own & lone).any() and (tiles == 1 or length[~own].sum() <= STEP * tiles):
+        own &= length > sizes.paths.most
     long, short = np.flatnonzero(own), np.flatnonzero(~own)
     path_cut = sizes.paths
     if not lone[long].all():  # the multiprocessors are not for the paths alone

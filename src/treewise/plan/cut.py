@@ -1,0 +1,100 @@
+"""From a method's name to its partition: the sizes that each takes by default, and the choice that ``"auto"`` makes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from treewise.plan import partition
+from treewise.plan.cost import Layer, choose, work_by_node, work_by_query, work_of_items
+from treewise.plan.layout import Layout
+from treewise.plan.partition import Partition
+
+
+class Task(NamedTuple):
+    """What a layout is cut for."""
+
+    layout: Layout
+    layer: Layer
+    window: int | None
+    row_tile: int | None
+    chunk: int | None
+
+
+class Result(NamedTuple):
+    """A partition, the method that it is of and why, and the most rows that read a key token together."""
+
+    partition: Partition
+    method: str
+    why: str
+    row_tile: int
+
+
+def cut(method: str, task: Task, mask: str) -> Result:
+    """Cut a layout by a method, or by the one that is predicted to take least time.
+
+    That is usually flatten, and plain decoding where no two sequences share anything.
+    """
+    if method != "auto":
+        made, why = _cut(method, task), "asked for by name"
+        return Result(partition.with_keys(made, task.window), method, why, _most_rows(method, task))
+    layout, blocks = task.layout, _cut("deft:flatten", task)
+    works = {
+        "deft:flatten": work_of_items(blocks.items, len(layout.kv_slots)),
+        "deft:node_chunk": work_by_node(layout, *_rows_and_chunk("deft:node_chunk", task)),
+    }
+    if mask == "intervals":  # words are for deft:* methods
+        plain = {"radix": work_by_query(layout, task.window, *_rows_and_chunk("radix", task))}
+        sequence = np.cumsum(layout.row_starts)
+        shared = (sequence[layout.node_low] < sequence[layout.node_high - 1]).any()
+        works = works | plain if shared else plain | works
+    method, why = choose(works, task.layer)
+    made = blocks if method == "deft:flatten" else _cut(method, task)
+    return Result(partition.with_keys(made, task.window), method, why, _most_rows(method, task))
+
+
+def _cut(method: str, task: Task) -> Partition:
+    """Cut a layout by a method; flatten leaves its key tokens unlisted."""
+    layout, layer, window, _, chunk = task
+    step = partition.cutting_step(layer.device, chunk)
+    if method == "deft:flatten":
+        return partition.flatten(layout, _blocks(task), step)
+    rows, chunk = _rows_and_chunk(method, task)
+    match method:
+        case "medusa" | "vanilla":
+            return partition.dense(layout, window)
+        case "specinfer":
+            return partition.by_query_over_trees(layout, window)
+        case "flash_decoding" | "radix":
+            return partition.by_query(layout, window, rows, chunk, step)
+    return partition.by_node(layout, window, rows, chunk, step)
+
+
+def _blocks(task: Task) -> partition.Blocks:
+    layer = task.layer
+    group_size = layer.num_heads // layer.num_kv_heads
+    return partition.blocks(layer.device, layer.num_kv_heads, group_size, task.row_tile, task.chunk)
+
+
+def _rows_and_chunk(method: str, task: Task) -> tuple[int, int]:
+    """Most rows and key tokens of an item, of methods other than flatten."""
+    layer = task.layer
+    group_size = layer.num_heads // layer.num_kv_heads
+    rows = task.row_tile or (128 if layer.device.type == "cpu" else max(1, 64 // group_size))
+    match method:
+        case "deft:node":
+            return rows, max(1, len(task.layout.kv_slots))
+        case "deft:node_chunk":
+            return rows, task.chunk or 256
+    # A path is cut as flatten cuts a node that one item's rows read.
+    starts = np.append(np.flatnonzero(task.layout.row_starts), len(task.layout.row_starts))
+    tiles = -(-np.diff(starts) // rows)
+    return rows, task.chunk or _blocks(task).lone.chunk(np.repeat(task.layout.row_seen[starts[1:] - 1], tiles))
+
+
+def _most_rows(method: str, task: Task) -> int:
+    if method == "deft:flatten":
+        sizes = _blocks(task)
+        return max(sizes.shared.rows, sizes.paths.rows)
+    return len(task.layout.row_order) if method == "medusa" else _rows_and_chunk(method, task)[0]
