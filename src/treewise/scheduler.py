@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, Protocol
 
 from treewise.batch import Batch
@@ -85,7 +85,8 @@ class Scheduler:
     *Rows.* Higher priorities go first; there is no aging, so a lower one waits as long as higher ones fill the steps.
     Within a priority, paths that lack one token go first, so that a long prompt, taken in chunks, never holds up
     decoding, but for one row in `PROMPT_SHARE`, which is left to paths that lack more, so that decoding never holds
-    up prompts. Otherwise the earlier tree goes first.
+    up prompts. Where not all who decode get a row, each tree gets one before any gets a second. Otherwise the earlier
+    tree goes first.
 
     *Slots.* All branches stand in one line: trees by priority and arrival, in each first the branches that wait for
     logits, in their order, then those that nobody waits for. Where the pool is full of keys in use, whoever is last
@@ -183,6 +184,8 @@ class Scheduler:
                 (decoding if lacking[lane] <= 1 else starting).append(lane)
             wanted = sum(lacking[lane] for lane in starting)
             first = max(0, left - min(wanted, left // PROMPT_SHARE))
+            if len(decoding) > first:
+                decoding = _in_turns(decoding)
             queue += decoding[:first] + starting + decoding[first:]
             left = max(0, left - len(decoding) - wanted)
         return queue
@@ -266,6 +269,16 @@ class Scheduler:
             except OutOfSlots:
                 if not line.give_way(lane):
                     return False
+
+
+def _in_turns(lanes: Iterable[Lane]) -> list[Lane]:
+    """Return the first lane of each tree, then the second of each, and so on."""
+    turns: dict[Tenant, int] = {}
+    order: list[tuple[int, Lane]] = []
+    for lane in lanes:
+        turns[lane.tenant] = turn = turns.get(lane.tenant, 0) + 1
+        order.append((turn, lane))
+    return [lane for _, lane in sorted(order, key=itemgetter(0))]
 
 
 def _lacking(tip: Node) -> int:

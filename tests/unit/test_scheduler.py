@@ -180,6 +180,18 @@ def test_a_long_prompt_goes_on_beside_decoders_that_would_fill_the_step():
         pytest.fail("the prompt was never computed")
 
 
+def test_a_wide_tree_does_not_keep_the_rows_from_a_later_one():
+    trees = Trees([[1, 2, 3], [4, 5, 6]], max_num_rows=8)
+    leaves = [branch.append([1 + i]) for i, branch in enumerate(trees.trees[0].root.fork(20))]
+    other = trees.trees[1].root
+    lengths = []
+    for _ in range(12):
+        _, served = trees.step([*leaves, other])
+        grow(served)
+        lengths.append(other.num_tokens)
+    assert lengths[-6:] == list(range(lengths[-6], lengths[-6] + 6))
+
+
 def test_rows_that_prompts_do_not_need_are_left_to_decoders():
     trees = Trees([[1, 2, 3], [4, 5]], max_num_rows=16)
     leaves = trees.trees[0].root.fork(20)
