@@ -30,13 +30,14 @@ class Cut(NamedTuple):
 
     ``wanted`` pairs a number of items with a length: the fewest key tokens an item are taken that make no more items
     than that, unless they pass the length; then the next pair decides. Where there are more lists than items wanted,
-    those are cut that are longer than the share of an item; very long ones at a third of it, so that the last items
-    to run do not run alone for long.
+    those are cut that are longer than the share of an item; very long ones, and all of few rows, whose partial results
+    are cheap, at a third of it, so that the last items to run do not run alone for long.
     """
 
     rows: int
     most: int
     wanted: tuple[tuple[int, int], ...] = ()
+    few_rows: bool = False
 
     def chunk(self, lengths: Ints) -> int:
         """Most key tokens an item for lists of these lengths."""
@@ -49,6 +50,8 @@ class Cut(NamedTuple):
         if not self.wanted:
             return self.most
         share = int(lengths.sum()) // self.wanted[-1][0]
+        if self.few_rows:
+            return max(256, min(share // 3, self.most))
         return max(STEP, min(share, max(self.most, share // 3)))
 
 
@@ -115,7 +118,7 @@ def blocks(device: torch.device, num_kv_heads: int, group_size: int, row_tile: i
         2048,
         320,
         Cut(wide, LONGEST, ((wave, LONGEST),)),
-        Cut(narrow, LONGEST, ((2 * wave, LONGEST),)),
+        Cut(narrow, LONGEST, ((2 * wave, LONGEST),), few_rows=True),
         Cut(middle, LONGEST, ((3 * wave, SHORT), (2 * wave, LONGEST))),
     )
 
