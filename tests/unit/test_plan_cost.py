@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from treewise.attention import run_plan
-from treewise.bench.fit import Measured, fit_costs, judge, non_negative_least_squares
+from treewise.bench.fit import Measured, fit, fit_costs, judge, non_negative_least_squares
 from treewise.bench.trees import find_trees
 from treewise.plan import cost, partition, plan_tree
 from treewise.plan.cost import COEFFICIENTS, FEATURES, Costs, Layer, costs_for, read_costs
@@ -188,3 +188,17 @@ def test_the_fit_finds_the_coefficients_that_made_the_times():
     assert quality["worst_error"] < 0.01 and quality["worst_loss"] < 0.12 and len(table) == 30
     negative = non_negative_least_squares(np.array([[1.0, 2.0], [1.0, 1.0], [0.0, 1.0]]), np.array([1.0, 1.0, -1.0]))
     assert negative.tolist() == pytest.approx([1.0, 0.0])
+
+
+def test_the_command_measures_fits_and_keeps_what_auto_then_uses(folder, capsys):
+    fit(trees="1:20,1/4:20/5,2/6:30/4", heads="4,2 3,3", repeats=5)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(result["measured"]) == 3 * 2 * 3 and result["file"] == str(folder / "cpu.json")
+    costs_for.cache_clear()
+    assert dict(costs_for(torch.device("cpu"))[0].microseconds) == result["microseconds"]
+    for arguments, message in (
+        ({"device": "tpu"}, "device: 'tpu' is not one of"),
+        ({"dtype": "int8"}, "dtype: 'int8'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(**arguments)

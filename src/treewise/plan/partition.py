@@ -41,14 +41,16 @@ class Cut(NamedTuple):
 
     def chunk(self, lengths: Ints) -> int:
         """Most key tokens an item for lists of these lengths."""
-        length, count = np.unique(lengths, return_counts=True)
+        if not self.wanted or not len(lengths):
+            return self.most
+        length, count = (
+            np.unique(lengths, return_counts=True) if len(lengths) > 64 else (lengths, np.ones_like(lengths))
+        )
         for items, limit in self.wanted:
             chunks = np.arange(128, limit + 1, 64)
-            fits = (-(-length[:, None] // chunks) * count[:, None]).sum(0) <= items
+            fits = count @ -(-length[:, None] // chunks) <= items
             if fits.any():
                 return int(chunks[np.argmax(fits)])
-        if not self.wanted:
-            return self.most
         share = int(lengths.sum()) // self.wanted[-1][0]
         if self.few_rows:
             return max(256, min(share // 3, self.most))
@@ -209,12 +211,12 @@ def _paths(layout: Layout, cut: Cut, step: int, short: Ints) -> tuple[Ints, Ints
     part = part[np.diff(part, prepend=-1) > 0]
     segment = np.searchsorted(offset, part, side="right") - 1
     part_start = start[segment] + part - offset[segment]
-    part_end = part_start + np.diff(part, append=offset[-1])
+    part_end = part_start + np.append(part[1:], offset[-1]) - part
     head = np.searchsorted(part, kv_start)  # the first part of each item
     row_low, high = bounds[tile[segment]], layout.node_high[node[segment]]
     item_low = np.maximum(row_low[head], np.minimum.reduceat(layout.kv_low[part_start], head))
     item_high = np.minimum(bounds[tile[segment[head]] + 1], np.maximum.reduceat(high, head))
-    item = np.repeat(np.arange(len(head)), np.diff(head, append=len(part)))
+    item = np.repeat(np.arange(len(head)), np.append(head[1:], len(part)) - head)
     every = (layout.kv_low[part_end - 1] <= item_low[item]) & (high >= item_high[item])
     free_end = np.minimum.reduceat(np.where(every, kv_end[item], part), head)
     # A key token is first read by the tile of its first reader.
