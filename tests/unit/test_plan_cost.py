@@ -47,10 +47,11 @@ def test_the_pick_follows_the_data_and_says_why(folder):
     plan = plan_tree(tree, **SHAPE)
     assert plan.method == "radix"
     told = re.fullmatch(
-        r"radix of deft:flatten (\d+) us, deft:node_chunk (\d+) us, radix (\d+) us, as predicted from times of cpu",
+        r"radix: predicted deft:flatten ([\d.]+) us, deft:node_chunk ([\d.]+) us, radix ([\d.]+) us "
+        r"\(the first unless another needs 10% less\), from times measured on cpu",
         plan.why,
     )
-    assert told and int(told[3]) < min(int(told[1]), int(told[2]))
+    assert told and float(told[3]) < 0.9 * float(told[1]) and float(told[3]) < float(told[2])
     write(folder, item_keys=1000.0, batch_keys=1000.0)
     assert plan_tree(tree, **SHAPE).method.startswith("deft:")
     assert plan_tree(tree, "radix", **SHAPE).why == "asked for by name"

@@ -201,8 +201,9 @@ def choose(works: Mapping[str, Work], layer: Layer) -> tuple[str, str]:
     """Choose the method whose work is predicted to take least time, see `pick`, and say why."""
     costs, source = costs_for(layer.device)
     times = {method: costs.predict(work, layer) for method, work in works.items()}
-    method, told = pick(times), ", ".join(f"{method} {time:.0f} us" for method, time in times.items())
-    return method, f"{method} of {told}, as predicted from times of {source}"
+    method, told = pick(times), ", ".join(f"{method} {time:.1f} us" for method, time in times.items())
+    rule = f"the first unless another needs {MARGIN:.0%} less"
+    return method, f"{method}: predicted {told} ({rule}), from times measured on {source}"
 
 
 def pick(times: Mapping[str, float]) -> str:

@@ -43,11 +43,12 @@ class Cut(NamedTuple):
         """Most key tokens an item for lists of these lengths."""
         if not self.wanted or not len(lengths):
             return self.most
-        length, count = (
-            np.unique(lengths, return_counts=True) if len(lengths) > 64 else (lengths, np.ones_like(lengths))
-        )
+        length, count = lengths, np.ones_like(lengths)
+        if len(lengths) > 64:
+            length, count = np.unique(lengths, return_counts=True)
+        least = max(128, int(lengths.max()) // 64)  # a row that merges more partial results waits for them
         for items, limit in self.wanted:
-            chunks = np.arange(128, limit + 1, 64)
+            chunks = np.arange(-(-least // STEP) * STEP, limit + 1, STEP)
             fits = count @ -(-length[:, None] // chunks) <= items
             if fits.any():
                 return int(chunks[np.argmax(fits)])
