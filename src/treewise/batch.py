@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -77,7 +78,7 @@ class Batch:
         batch._reserve(kv)
         return batch
 
-    @property
+    @cached_property
     def can_grow(self) -> bool:
         """Whether each row is the last token of a leaf of its own, so that a plan may leave room for the next ones."""
         return self.num_rows == len(self.spans) and all(s.store and not s.node.children for s in self.spans)
