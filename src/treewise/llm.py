@@ -85,6 +85,8 @@ class LLM:
         Tokens that the pool can hold; by default what fits in 2 GiB, on a GPU in 85 % of its free memory.
     enable_prefix_caching : bool
         Keep the keys of ended requests and share them by prefix.
+    cuda_graphs : bool
+        On a GPU, replay steps of decoding as CUDA graphs, whose trees may fork, grow and be pruned in between.
     seed : int
         Of all requests that have no seed of their own.
 
@@ -110,6 +112,7 @@ class LLM:
         max_num_rows: int = 1024,
         num_kv_slots: int | None = None,
         enable_prefix_caching: bool = True,
+        cuda_graphs: bool = False,
         seed: int = 0,
     ) -> None:
         device = _resolve_device(device)
@@ -132,7 +135,7 @@ class LLM:
         if num_kv_slots is None:
             num_kv_slots = self._default_slots(causal_lm, kv_dtype, page_size)
         slots = make_pool(pool, num_kv_slots, page_size)
-        runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype)
+        runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype, cuda_graphs)
         self.engine = Engine(
             runner,
             KVManager(Forest(), slots, enable_prefix_caching),

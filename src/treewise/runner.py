@@ -10,14 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treewise.attention import AttentionSpec, Plan, TreeSpec, get_backend, plan_tree, run_plan
+from treewise.attention import AttentionSpec, TreeSpec, get_backend, plan_tree, run_plan
 from treewise.batch import Batch
+from treewise.graphs import GraphCache, Plans
 from treewise.kv import Copy, KVManager, Slots
 from treewise.models import CausalLM
 from treewise.ops import Heads, rotate_and_store
 
-Plans = dict[int | None, Plan]
-"""The plan of each sliding window that the model's layers have; ``None`` is full attention."""
+ROOM = 32
+"""Tokens that branches may append on a GPU before a new plan is made."""
 
 
 class Runner:
@@ -32,11 +33,13 @@ class Runner:
         Of the pool that hands out the slots.
     kv_dtype : torch.dtype
         Element type of keys and values.
+    cuda_graphs : bool
+        Capture steps of decoding as CUDA graphs.
 
     Raises
     ------
     ValueError
-        If there is no such method, or it cannot serve this model on its device.
+        If there is no such method, it cannot serve this model on its device, or there is no CUDA to capture graphs.
 
     Attributes
     ----------
@@ -44,9 +47,19 @@ class Runner:
         [layers, slots, kv_heads, head_dim]
     kv_bytes_per_token : int
         Of keys and values, over all layers.
+    graphs : GraphCache or None
+        Captured steps of decoding, where asked for.
     """
 
-    def __init__(self, model: CausalLM, attention: str, num_slots: int, page_size: int, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: str,
+        num_slots: int,
+        page_size: int,
+        kv_dtype: torch.dtype,
+        cuda_graphs: bool = False,
+    ) -> None:
         self.model = model
         self.attention = attention
         self.page_size = page_size
@@ -58,6 +71,13 @@ class Runner:
         self.v = _zeros(shape, self.kv_dtype, self.device)
         self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
         self._refuse_unsupported()
+        is_gpu = self.device.type == "cuda"
+        if cuda_graphs and not is_gpu:
+            raise ValueError(f"cuda_graphs: the model is on {self.device}; they need cuda")
+        # Nobody reads slot 0 of a pool: the rows of a graph that a step does not have store their keys there.
+        self.graphs = GraphCache(self._compute, spare_slot=0) if cuda_graphs else None
+        self.room = ROOM if is_gpu and attention not in ("medusa", "specinfer", "vanilla") else 0
+        self._planned: tuple[Batch, int, Plans] | None = None  # the batch planned last, how far it had grown, its plans
 
     def kv_bytes(self, plans: Plans) -> int:
         """Return the bytes of keys and values that a forward under `plans` reads."""
@@ -70,9 +90,20 @@ class Runner:
         seen = sum(length if window is None else min(length, window) for window in windows)
         return seen * self.kv_bytes_per_token // len(windows)
 
+    @torch.inference_mode()
     def plan(self, batch: Batch, kv: KVManager) -> Plans:
-        """Plan the step's attention once for each kind of layer."""
-        return self._plan(*batch.tree_spec(kv))
+        """Plan the step's attention once for each kind of layer, or go on with the plans of a batch that only grew."""
+        if self._planned is not None:
+            planned, grown, plans = self._planned
+            if planned is batch and batch.grown == grown + 1 and self._have_room(plans):
+                slots = batch.store_slots(kv)
+                for plan in plans.values():
+                    plan.grow(slots)
+                self._planned = batch, batch.grown, plans
+                return plans
+        plans = self._plan(*batch.tree_spec(kv), self.room if batch.can_grow else 0)
+        self._planned = batch, batch.grown, plans
+        return plans
 
     @torch.inference_mode()
     def forward(self, batch: Batch, plans: Plans, kv: KVManager) -> Tensor:
@@ -85,7 +116,16 @@ class Runner:
         """
         for copy in kv.take_copies():
             self._copy(copy)
-        slots = self._upload(batch.store_slots(kv))
+        rows = np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv)))
+        if self.graphs is not None and batch.can_grow and (logits := self.graphs.run(rows, plans)) is not None:
+            whole = batch.logit_rows == list(range(batch.num_rows))
+            return logits if whole else logits[self._upload(np.asarray(batch.logit_rows))]
+        return self._compute(*self._upload(rows), plans, self._upload(np.asarray(batch.logit_rows)))
+
+    def _compute(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, plans: Plans, logit_rows: Tensor | None = None
+    ) -> Tensor:
+        """Compute rows; gives the logits of all of them by default."""
         config = self.model.config
         windows, scale, soft_cap = config.layer_windows, config.attention_scale, config.attention_soft_cap
 
@@ -94,11 +134,9 @@ class Runner:
             q = rotate_and_store(heads, k, v, slots)
             return cast(Tensor, run_plan(plans[windows[layer]], q, k, v, scale=scale, soft_cap=soft_cap))
 
-        logit_rows = self._upload(np.asarray(batch.logit_rows, np.int64))
-        logits = self.model(self._upload(batch.tokens()), self._upload(batch.positions()), attend, logit_rows)
-        return cast(Tensor, logits)
+        return cast(Tensor, self.model(tokens, positions, attend, logit_rows))
 
-    def _plan(self, spec: TreeSpec, slots: Slots | None) -> Plans:
+    def _plan(self, spec: TreeSpec, slots: Slots | None, room: int) -> Plans:
         config = self.model.config
         return {
             window: plan_tree(
@@ -113,13 +151,18 @@ class Runner:
                 kv_dtype=self.kv_dtype,
                 device=self.device,
                 window=window,
+                room=room,
             )
             for window in set(config.layer_windows)
         }
 
+    @staticmethod
+    def _have_room(plans: Plans) -> bool:
+        return all(plan.grown < len(plan.room) for plan in plans.values())
+
     def _refuse_unsupported(self) -> None:
         """Plan the smallest of trees and ask the backend whether it would run it, before anything is served."""
-        for plan in self._plan(TreeSpec(parent=[-1], length=[1], query_node=[0]), None).values():
+        for plan in self._plan(TreeSpec(parent=[-1], length=[1], query_node=[0]), None, 0).values():
             backend = get_backend(plan.backend, self.device)
             if reasons := backend.unsupported(AttentionSpec.of(plan)):
                 raise ValueError(f"attention: {self.attention!r} cannot serve this model: {'; '.join(reasons)}")

@@ -22,9 +22,11 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_kernels_are_right_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "interpreted.py"]
-    done = subprocess.run(command, cwd=HERE, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+@pytest.mark.parametrize("file", ["interpreted.py", "interpreted_engine.py"])
+def test_the_kernels_are_right_under_the_interpreter(file):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", file]
+    settings = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
+    done = subprocess.run(command, cwd=HERE, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
 

@@ -42,6 +42,8 @@ class ModelOptions:
         Tokens that the pool holds; sized by the memory there is if left out.
     enable_prefix_caching : bool
         Keep the keys and values of prompts that may come again.
+    cuda_graphs : bool
+        Replay steps of decoding as CUDA graphs.
     engine_seed : int
         Root of the random streams of requests that have no seed of their own.
     """
@@ -57,6 +59,7 @@ class ModelOptions:
     max_num_rows: int = 1024
     num_kv_slots: int | None = None
     enable_prefix_caching: bool = True
+    cuda_graphs: bool = False
     engine_seed: int = 0
 
     def load(self) -> LLM:

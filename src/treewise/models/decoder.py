@@ -77,7 +77,7 @@ class CausalLM(nn.Module):
         """Where the weights are."""
         return self.embedding.weight.device
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor | None = None) -> Tensor:
         """Compute rows of any number of sequences.
 
         Parameters
@@ -90,8 +90,8 @@ class CausalLM(nn.Module):
             Called once a layer with the rows' queries, keys and values; which row sees what is its business.
             Nothing here waits for the device or makes tensors on the host: where `attend` does not either, a
             forward can be captured in a CUDA graph once one like it has run.
-        logit_rows : Tensor
-            ``[m]`` int64 indices of the rows whose logits are wanted.
+        logit_rows : Tensor, optional
+            ``[m]`` int64 indices of the rows whose logits are wanted; default all of them.
 
         Returns
         -------
@@ -105,8 +105,10 @@ class CausalLM(nn.Module):
         residual: Tensor | None = None
         for layer, rope in zip(self.layers, self.layer_ropes, strict=True):
             x, residual = layer(x, residual, angles[rope], attend)
-        x = x.index_select(0, logit_rows)
-        x, _ = self.norm.add(x, None if residual is None else residual.index_select(0, logit_rows))
+        if logit_rows is not None:
+            x = x.index_select(0, logit_rows)
+            residual = None if residual is None else residual.index_select(0, logit_rows)
+        x, _ = self.norm.add(x, residual)
         head = self.embedding if self.config.tie_embeddings else self.head
         logits = F.linear(x, head.weight).float()
         if (cap := self.config.logit_soft_cap) is not None:

@@ -1,0 +1,171 @@
+"""CUDA graphs of decoding steps: captured once a size, replayed while trees fork, grow and are pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treewise.attention import Plan
+from treewise.attention.buffers import PlanBuffers
+from treewise.plan.data import upload
+
+Plans = Mapping[int | None, Plan]
+"""The plan of each sliding window that the model's layers have; ``None`` is full attention."""
+Compute = Callable[[Tensor, Tensor, Tensor, Plans], Tensor]
+"""A forward: tokens, positions and slots of the rows, each int64 [rows], and plans; gives the logits of all rows."""
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+"""Runs a function, and returns what runs it again and the tensor that its results then are in."""
+
+
+class StepGraph:
+    """A captured forward of up to `rows` rows, and the arrays that it reads.
+
+    Parameters
+    ----------
+    compute : Compute
+    capture : Capture
+    rows : int
+    plans : Plans
+        What there has to be room for; a quarter more is left.
+    spare_slot : int
+        Where rows beyond those of a step store their keys.
+    """
+
+    def __init__(self, compute: Compute, capture: Capture, rows: int, plans: Plans, spare_slot: int) -> None:
+        self.rows = rows
+        self.spare_slot = spare_slot
+        self._plans = plans
+        device = next(iter(plans.values())).device
+        self._inputs = torch.zeros((3, rows), dtype=torch.int64, device=device)
+        self._inputs[2] = spare_slot
+        self._buffers = {window: PlanBuffers(plan, rows) for window, plan in plans.items()}
+        fixed = {window: buffers.plan for window, buffers in self._buffers.items()}
+        tokens, positions, slots = self._inputs
+        self._replay, self._logits = capture(lambda: compute(tokens, positions, slots, fixed))
+
+    def fits(self, plans: Plans) -> bool:
+        """Whether the graph can run these plans."""
+        return all(self._buffers[window].misfit(plan) is None for window, plan in plans.items())
+
+    def run(self, inputs: NDArray[Any], plans: Plans) -> Tensor:
+        """Run a step.
+
+        Parameters
+        ----------
+        inputs : int64 [3, rows]
+            Tokens, positions and slots.
+        plans : Plans
+            Those of the last run may have grown; others must fit.
+
+        Returns
+        -------
+        Tensor
+            Logits of the rows, float32 [rows, vocabulary], the caller's to keep.
+        """
+        if plans is not self._plans:
+            for window, plan in plans.items():
+                self._buffers[window].load(plan)
+            self._plans = plans
+        rows = inputs.shape[1]
+        self._inputs[:, :rows].copy_(upload({"inputs": inputs}, self._inputs.device)["inputs"], non_blocking=True)
+        self._inputs[2, rows:] = self.spare_slot
+        self._replay()
+        return self._logits[:rows].clone()
+
+
+class GraphCache:
+    """Finds a graph for a step, and captures one where a kind of step comes back.
+
+    Parameters
+    ----------
+    compute : Compute
+    spare_slot : int
+        Where rows beyond those of a step store their keys.
+    max_rows : int
+        Steps of more rows are not captured.
+    max_graphs : int
+        The graph that was used least recently makes room for another.
+    capture : Capture, optional
+        Default `CudaCapture`.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        spare_slot: int,
+        max_rows: int = 512,
+        max_graphs: int = 32,
+        capture: Capture | None = None,
+    ) -> None:
+        self.compute = compute
+        self.spare_slot = spare_slot
+        self.max_rows = max_rows
+        self.max_graphs = max_graphs
+        self.num_captures = 0
+        self.num_replays = 0
+        self._capture = CudaCapture() if capture is None else capture
+        self._graphs: list[StepGraph] = []  # the one used last comes last
+        self._missed: set[tuple[Any, ...]] = set()
+
+    def run(self, inputs: NDArray[Any], plans: Plans) -> Tensor | None:
+        """Run a step of decoding by a graph; see `StepGraph.run`. None if there is none for it, yet or ever."""
+        rows = inputs.shape[1]
+        if rows > self.max_rows or any(plan.mask != "intervals" for plan in plans.values()):
+            return None
+        graph = self._find(padded(rows), plans)
+        if graph is None:
+            return None
+        self.num_replays += 1
+        return graph.run(inputs, plans)
+
+    def _find(self, rows: int, plans: Plans) -> StepGraph | None:
+        for number in reversed(range(len(self._graphs))):
+            graph = self._graphs[number]
+            if graph.rows == rows and (graph._plans is plans or graph.fits(plans)):
+                self._graphs.append(self._graphs.pop(number))
+                return graph
+        # A shape that came once may never come again: the second time is worth a capture.
+        kind = (rows, *(len(plan.kv_slots).bit_length() for plan in plans.values()))
+        if kind not in self._missed:
+            self._missed.add(kind)
+            return None
+        if len(self._graphs) == self.max_graphs:
+            del self._graphs[0]
+        self.num_captures += 1
+        self._graphs.append(StepGraph(self.compute, self._capture, rows, plans, self.spare_slot))
+        return self._graphs[-1]
+
+
+class CudaCapture:
+    """Captures functions as CUDA graphs, all in one pool of memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """Capture `function`; see `Capture`."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            function()  # compiles what was not compiled yet
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = function()
+        return graph.replay, result
+
+
+def padded(rows: int) -> int:
+    """Return the rows of the graph that serves so many: a power of two, or half as much again.
+
+    Examples
+    --------
+    >>> [padded(rows) for rows in (1, 2, 3, 5, 9, 13, 20, 50)]
+    [1, 2, 3, 6, 12, 16, 24, 64]
+    """
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if rows <= power * 3 // 4 and power >= 4 else power

@@ -1,0 +1,100 @@
+"""Whole engines on the Triton kernels, on a CPU, steps replayed from fixed arrays as CUDA graphs replay them.
+
+Collected by `test_triton.py` in a process of its own, under TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tiny import greedy, idle, tiny_llm, tiny_model
+
+from treewise import SamplingParams, attention, generate, runner
+from treewise.graphs import GraphCache, padded
+
+MODEL = tiny_model()
+WINDOWS = tiny_model(windows=(None, 9))
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_the_cpu(monkeypatch):
+    """Run the CPU's plans on the Triton backend."""
+    chosen = attention.get_backend
+
+    def get_backend(name, device):
+        return chosen(name or "triton", device)
+
+    monkeypatch.setattr(attention, "get_backend", get_backend)
+    monkeypatch.setattr(runner, "get_backend", get_backend)
+
+
+def capture(function):
+    """Replay by running the function again: on the same arrays, into the same result."""
+    result = function()
+    return (lambda: result.copy_(function())), result
+
+
+def with_graphs(model, room, **options):
+    """Return an engine whose decoding steps run from captures, its plans made with room."""
+    llm = tiny_llm(model, **options)
+    runner = llm.engine.runner
+    runner.graphs = GraphCache(runner._compute, spare_slot=0, capture=capture)
+    runner.room = room
+    return llm
+
+
+@pytest.mark.parametrize("model", [MODEL, WINDOWS], ids=["full", "windows"])
+@pytest.mark.parametrize("room", [0, 3])
+def test_captured_steps_are_eager_steps(model, room):
+    prompts = [[7, 1, 9], list(range(1, 30)), [5] * 12]
+    llm = with_graphs(model, room)
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (8, 4, 6)]
+    outputs = llm.generate(prompts, params)
+    for prompt, own, output in zip(prompts, params, outputs, strict=True):
+        assert output.outputs[0].token_ids == greedy(model, prompt, own.max_tokens)
+    graphs = llm.engine.runner.graphs
+    assert 0 < graphs.num_captures < graphs.num_replays
+    idle(llm)
+
+
+@pytest.mark.parametrize("method", ["deft:flatten", "radix"])
+def test_trees_fork_and_are_pruned_between_replays(method):
+    prompt = list(range(1, 20))
+
+    async def grow(root):
+        frontier = root.fork(3)
+        for _ in range(2):
+            await generate(frontier, SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True))
+            frontier = [child for branch in frontier[:2] for child in branch.fork(2)]
+        await generate(frontier, SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True))
+        return [branch.token_ids for branch in frontier]
+
+    llm = with_graphs(MODEL, 2, attention=method)
+    [result], [expected] = (some.run(grow, [prompt], seed=1) for some in (llm, tiny_llm(MODEL)))
+    assert result.value == expected.value
+    assert llm.engine.runner.graphs.num_replays > 3
+    idle(llm)
+
+
+def test_other_steps_are_not_captured():
+    llm = with_graphs(MODEL, 2, attention="vanilla")
+    llm.engine.runner.room = 0
+    [output] = llm.generate([[7, 1, 9]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    assert output.outputs[0].token_ids == greedy(MODEL, [7, 1, 9], 5)
+    assert llm.engine.runner.graphs.num_replays == 0
+
+
+def test_the_graph_used_least_recently_makes_room():
+    llm = with_graphs(MODEL, 0)
+    graphs = llm.engine.runner.graphs
+    graphs.max_graphs = 1
+    for count in (1, 3, 1):
+        llm.generate(
+            [[7, 1, 9 + i] for i in range(count)], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        )
+    assert len(graphs._graphs) == 1 and graphs.num_captures >= 3
+
+
+def test_rows_are_padded_to_few_sizes():
+    sizes = [padded(rows) for rows in range(1, 600)]
+    assert all(rows <= size <= 2 * rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
+    assert len(set(sizes)) < 20
