@@ -267,7 +267,7 @@ def test_a_plan_that_grew_is_the_plan_of_the_grown_tree(parent, leaf, window, ch
     def slots(step):  # by node and offset, whatever else there is
         return [100 * node + offset for node, length in enumerate(tree(step).length) for offset in range(length)]
 
-    for method in ("deft:flatten", "deft:node", "deft:node_chunk", "radix"):
+    for method in ("auto", "deft:flatten", "deft:node", "deft:node_chunk", "radix"):
         options = {"window": window, "chunk": chunk, **SHAPE}
         plan = plan_tree(tree(0), method, slots=slots(0), room=3, **options)
         for step in range(4):
