@@ -91,7 +91,7 @@ class ModelConfig:
 GREEDY_TEMPERATURE = 1e-3
 """At or below this temperature sampling is greedy: the two differ only where logits all but tie."""
 
-MAX_SEQUENCES = 4096
+MAX_SEQUENCES = 8192
 """The most sequences (``n``) or beams (``beam_width``) one request may ask for."""
 
 

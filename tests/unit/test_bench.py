@@ -8,10 +8,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from treewise.bench.floors import Machine
 from treewise.bench.measure import check_device, copy_bandwidth, describe_machine, time_calls
@@ -186,34 +182,3 @@ def test_rates_of_a_gpu():
     assert copy_bandwidth(place) > 1e11
     machine = Machine(place, torch.float16)
     assert 1e-6 < machine.read_time(2**12) < machine.read_time(2**28) < 2**28 / 1e11
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    """A folder with a random model of two layers and a tokenizer of single bytes."""
-    folder = tmp_path_factory.mktemp("tiny")
-    bytes_as_characters = sorted(ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({character: token for token, character in enumerate(bytes_as_characters)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    shape = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
-    config = LlamaConfig(vocab_size=256, eos_token_id=0, bos_token_id=None, **shape, **heads)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.mark.parametrize("against", ["transformers", "radix", "nothing"])
-def test_tree_bench_ends_in_json(capsys, tiny_model, against):
-    size = ["--prompt-tokens", "40", "--branches", "3", "--new-tokens", "4", "--repeats", "2"]
-    main(["bench", "tree", "--model", tiny_model, "--against", against, *size])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(result["seconds"]) == ["treewise"] + [against] * (against != "nothing")
-    assert all(len(seconds) == 2 for seconds in result["seconds"].values())
-    assert result["ratio"] > 0 and result["peak_memory_gb"] > 0
-
-
-def test_tree_bench_refuses_no_work(capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "tree", "--branches", "0"])
-    assert "branches: must be at least 1" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -100,6 +101,13 @@ def describe_machine(device: torch.device) -> dict[str, object]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     threads = torch.get_num_threads()
     return {"device": name, "cores": os.cpu_count(), "threads": threads, "versions": versions, "commit": _commit()}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that were in use, on the device or, on a CPU, by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def check_device(name: str) -> torch.device:

@@ -25,7 +25,8 @@ app.command("treewise.cli.info:env", help="Print versions, devices and folders, 
 bench = App(name="bench", help="Timed runs; the last line of standard output is JSON.")
 bench.command("treewise.bench.attention:attention", help="Attention methods on named trees.")
 bench.command("treewise.bench.fit:fit", help="Fit what picks the attention method on this device.")
-bench.command("treewise.bench.tree:tree", help="A whole branching request, beside another engine.")
+bench.command("treewise.bench.tree:tree", help="Whole branching requests, step by step.")
+bench.command("treewise.bench.throughput:throughput", help="Many requests side by side.")
 app.command(bench)
 
 
