@@ -16,10 +16,11 @@ from torch import Tensor
 from treewise.batch import Batch
 from treewise.branch import Branch, BranchTree, Call, Codec, Decode, Gather, Observe, Operation
 from treewise.config import check_integer
+from treewise.graphs import Plans
 from treewise.kv import KVManager
 from treewise.operations import DecodeRun, Event, InvalidLogits, Limits, ObserveRun, Run, Task, draw
 from treewise.results import Usage
-from treewise.runner import Plans, Runner
+from treewise.runner import Runner
 from treewise.sampler import row_key
 from treewise.scheduler import Delivery, PoolTooSmall, Scheduler
 

@@ -326,7 +326,7 @@ class LLM:
     def _step(self) -> None:
         """Step for whoever asks; what streams gain by it is kept for them."""
         for event in self.engine.step():
-            if event.text and event.branch.tree in self._streams:
+            if event.branch.tree in self._streams and event.text:
                 self._streams[event.branch.tree].append(event.text)
 
     def _collect(self, requests: Sequence[Request | BaseException], output: Callable[[int, Request], Any]) -> list[Any]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
@@ -45,12 +46,17 @@ class Limits:
     vocab_size: int
 
 
-@dataclass(frozen=True)
 class Event:
-    """Text that `branch` gained in a step and that no later token can take back."""
+    """That `branch` gained a token in a step."""
 
-    branch: Branch
-    text: str
+    def __init__(self, branch: Branch, detokenizer: Detokenizer) -> None:
+        self.branch = branch
+        self._detokenizer = detokenizer
+
+    @cached_property
+    def text(self) -> str:
+        """What the branch's text gained since the last event that was asked, and no later token can take back."""
+        return self._detokenizer.delta()
 
 
 class Task:
@@ -352,7 +358,7 @@ class DecodeRun:
             text.finish()
             own = leaf.path_tokens[leaf.num_tokens - self.num_decoded[leaf] :]
             leaf.hidden_tail = len(leaf.decode(own)) - len(text.text)
-        return Event(leaf, text.delta())
+        return Event(leaf, text)
 
     def _full(self, leaf: Branch) -> bool:
         return self._room(leaf) <= 0

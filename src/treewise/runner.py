@@ -120,7 +120,8 @@ class Runner:
         if self.graphs is not None and batch.can_grow and (logits := self.graphs.run(rows, plans)) is not None:
             whole = batch.logit_rows == list(range(batch.num_rows))
             return logits if whole else logits[self._upload(np.asarray(batch.logit_rows))]
-        return self._compute(*self._upload(rows), plans, self._upload(np.asarray(batch.logit_rows)))
+        tokens, positions, slots = self._upload(rows)
+        return self._compute(tokens, positions, slots, plans, self._upload(np.asarray(batch.logit_rows)))
 
     def _compute(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, plans: Plans, logit_rows: Tensor | None = None

@@ -54,8 +54,6 @@ class Detokenizer:
 
     Attributes
     ----------
-    text : str
-        All text so far; once stopped, up to the stop string (or with it).
     stopped : str or None
         The stop string that ended the text.
     num_tokens : int
@@ -84,10 +82,11 @@ class Detokenizer:
         "_open_starts",
         "_pending",
         "_stops",
+        "_text",
         "_tokenizer",
+        "_unread",
         "num_tokens",
         "stopped",
-        "text",
     )
 
     def __init__(
@@ -100,25 +99,36 @@ class Detokenizer:
         self._pending = b""  # the bytes of a character that is not complete
         self._open_starts: list[int] = []  # where in the text a stop string may have begun, ascending
         self._emitted = 0
-        self.text = ""
+        self._text = ""
+        self._unread: list[int] = []  # tokens whose text nobody has asked for yet; none where a stop string may come
         self.stopped: str | None = None
         self.num_tokens = 0
+
+    @property
+    def text(self) -> str:
+        """All text so far; once stopped, up to the stop string (or with it)."""
+        self._read()
+        return self._text
 
     def push(self, token: int) -> None:
         """Take the next token; nothing happens once the text has stopped."""
         if self.stopped is None:
             self.num_tokens += 1
-            self._decode(self._tokenizer.token_bytes(token), final=False)
+            self._unread.append(token)
+            if self._stops.ordered:
+                self._read()
 
     def delta(self) -> str:
         """Return the text, since the last call, that no later token can change or take back."""
-        safe = self._open_starts[0] if self._open_starts else len(self.text)
-        new = self.text[self._emitted : safe]
+        text = self.text
+        safe = self._open_starts[0] if self._open_starts else len(text)
+        new = text[self._emitted : safe]
         self._emitted = safe
         return new
 
     def finish(self) -> None:
         """End the text: what was held back is safe now, and an incomplete character becomes U+FFFD."""
+        self._read()
         if self.stopped is None:
             self._decode(b"", final=True)
             self._open_starts = []
@@ -128,7 +138,7 @@ class Detokenizer:
         copy = type(self).__new__(type(self))
         for name in Detokenizer.__slots__:
             setattr(copy, name, getattr(self, name))
-        copy._open_starts = self._open_starts.copy()
+        copy._open_starts, copy._unread = self._open_starts.copy(), self._unread.copy()
         return copy
 
     def completes(self, token: int) -> bool:
@@ -137,12 +147,18 @@ class Detokenizer:
         copy.push(token)
         return copy.stopped is not self.stopped
 
+    def _read(self) -> None:
+        if self._unread:
+            data = b"".join(map(self._tokenizer.token_bytes, self._unread))
+            self._unread.clear()
+            self._decode(data, final=False)
+
     def _decode(self, data: bytes, final: bool) -> None:
         data = self._pending + data
         characters, used = codecs.utf_8_decode(data, "replace", final)
         self._pending = data[used:]
         if not self._stops.ordered:
-            self.text += characters
+            self._text += characters
             return
         for character in characters:
             self._append(character)
@@ -150,19 +166,19 @@ class Detokenizer:
                 return
 
     def _append(self, character: str) -> None:
-        self.text += character
-        starts, self._open_starts = [*self._open_starts, len(self.text) - 1], []
+        self._text += character
+        starts, self._open_starts = [*self._open_starts, len(self._text) - 1], []
         complete: list[tuple[int, int]] = []
         for start in starts:
-            rank, may_grow = self._stops.match(self.text[start:])
+            rank, may_grow = self._stops.match(self._text[start:])
             if rank is not None and self.num_tokens > self._min_tokens:
                 complete.append((rank, start))
             if may_grow:
                 self._open_starts.append(start)
         if complete:
             _, start = min(complete)
-            self.stopped = self.text[start:]
+            self.stopped = self._text[start:]
             if not self._include_stop:
-                self.text = self.text[:start]
+                self._text = self._text[:start]
             self._open_starts = []
             self._pending = b""
