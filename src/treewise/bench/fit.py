@@ -181,12 +181,12 @@ def judge(costs: Costs, measured: Sequence[Measured]) -> tuple[dict[str, float],
         method, row = pick(times), rows[key]
         row |= {"pick": method, "predicted": times[method], "loss": row[method] / min(row[name] for name in times) - 1}
     losses = [row["loss"] for row in rows.values()]
-    quality: dict[str, float] = {
-        "times": len(measured),
+    quality = {
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
         "fastest": statistics.mean(float(loss == 0) for loss in losses),
         "mean_loss": statistics.mean(losses),
         "worst_loss": max(losses),
     }
-    return {name: float(f"{value:.4g}") for name, value in quality.items()}, list(rows.values())
+    rounded = {name: float(f"{value:.4g}") for name, value in quality.items()}
+    return {"times": len(measured), **rounded}, list(rows.values())
