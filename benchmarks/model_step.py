@@ -20,35 +20,13 @@ import torch.nn.functional as F
 
 from treewise import ops
 from treewise.bench.measure import check_device, describe_machine, report, time_calls
-from treewise.config import ModelConfig
 from treewise.layers import Linear
 from treewise.models import CausalLM, read_config
+from treewise.models.shapes import find_shape, random_model
 from treewise.ops import Heads, plain
 
 CALLS = 32
 """Calls of an op that are timed together, as many as a step may have."""
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500_000.0,
-}
-
-
-def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """Make a model of the shape with small random weights."""
-    with torch.device("meta"):
-        model = CausalLM(config)
-    for name, parameter in list(model.named_parameters()):
-        module, _, kind = name.rpartition(".")
-        weight = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(0, 0.02)
-        setattr(model.get_submodule(module), kind, torch.nn.Parameter(weight, requires_grad=False))
-    return model.to(device).eval()
 
 
 def step(model: CausalLM, rows: int) -> Callable[[], object]:
@@ -111,9 +89,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
     device = check_device(options.device)
-    raw = json.loads(options.config.read_text()) if options.config else LLAMA_3_8B
+    raw = json.loads(options.config.read_text()) if options.config else find_shape("llama-3-8b")
     config = read_config(raw | ({"num_hidden_layers": options.layers} if options.layers else {}))
-    model = random_model(config, device, getattr(torch, options.dtype))
+    model = random_model(config, getattr(torch, options.dtype), device)
 
     def seconds(function: Callable[[], object]) -> float:
         return statistics.median(time_calls(function, device, options.repeats))
