@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
@@ -152,6 +152,18 @@ class Run(Protocol):
         """Return what the program gets, or None while the run goes on."""
 
 
+@dataclass(slots=True)
+class _Track:
+    """What a run knows of a leaf."""
+
+    place: int  # which of the operation's branches it descends from
+    logprob: float  # of its path where the operation began
+    limit: int  # length of the path at which it is full
+    key: int  # of its random stream
+    text: Detokenizer
+    num_decoded: int = 0  # in this operation
+
+
 class DecodeRun:
     """Decodes leaves token by token under a controller.
 
@@ -167,16 +179,12 @@ class DecodeRun:
         self.controller = operation.controller
         self.stopping = operation.controller.stopping
         self.limits = limits
-        self.num_decoded: dict[Branch, int] = {}  # of each leaf, in this operation; also the set of all leaves
-        self.place: dict[Branch, int] = {}  # which of the operation's branches a leaf descends from
-        self.logprob: dict[Branch, float] = {}  # of a leaf's path where this operation began
-        self.texts: dict[Branch, Detokenizer] = {}
+        self.tracks: dict[Branch, _Track] = {}  # of all leaves
         self.given = set(operation.branches)
         self.finished: list[Branch] = []
         self.leaves: list[Branch] = []
         self.depth = 0
         self.stopped = False
-        self.keys: dict[Branch, int] = {}  # of each leaf's random stream
         self._lanes: dict[Lane, Branch] = {}
         self._logits: dict[Branch, tuple[Tensor, int]] = {}
         self._drawn: dict[Branch, Choice] = {}
@@ -184,13 +192,15 @@ class DecodeRun:
         stopping.check_vocabulary(limits.vocab_size)
         for i, branch in enumerate(operation.branches):
             branch.finish_reason, branch.stop_reason, branch.hidden_tail = None, None, 0
-            self.num_decoded[branch] = 0
-            self.place[branch] = i
-            self.logprob[branch] = branch.logprob
-            self.keys[branch] = branch.key
-            self.texts[branch] = Detokenizer(
+            limit, length = limits.max_model_len, branch.num_tokens
+            if stopping.max_tokens is not None:
+                limit = min(limit, length + stopping.max_tokens)
+            text = Detokenizer(
                 branch.tree.codec, stopping.stop, stopping.include_stop_str_in_output, stopping.min_tokens
             )
+            self.tracks[branch] = _Track(i, branch.logprob, limit, branch.key, text)
+            if length >= limit:
+                branch.finish_reason = "length"
             self._file(branch)
         self._await_logits()
 
@@ -224,9 +234,9 @@ class DecodeRun:
         rows = (
             SamplingRow(
                 self.drawing,
-                self.keys[leaf],
+                self.tracks[leaf].key,
                 leaf.num_tokens,
-                self.num_decoded[leaf],
+                self.tracks[leaf].num_decoded,
                 leaf.tree.prompt_tokens if penalised else (),
                 leaf.token_ids if penalised else (),
             )
@@ -285,7 +295,7 @@ class DecodeRun:
         if self.leaves and not self.stopped:
             return None
         leaves = [leaf for leaf in [*self.finished, *self.leaves] if leaf.alive]
-        return sorted(leaves, key=lambda leaf: (self.place[leaf], leaf.path))
+        return sorted(leaves, key=lambda leaf: (self.tracks[leaf].place, leaf.path))
 
     def _commit(
         self,
@@ -301,34 +311,36 @@ class DecodeRun:
         if logprobs is not None and self.stopping.logprobs is not None and tokens:
             candidates = ranked(logprobs[parents], tokens, self.stopping.logprobs)
         waiting, self.leaves = [leaf for leaf in self.leaves if leaf not in self._logits], []
-        uses = Counter(parents)
-        # All forks come before any leaf grows: a fork must end where its parent ended.
-        grown = [old[i] if uses[i] == 1 else self._fork(old[i]) for i in parents]
-        for i, leaf in enumerate(old):
-            if uses[i] != 1:
-                self._forget(leaf)
-        dropped = [leaf for i, leaf in enumerate(old) if uses[i] == 0]
-        for leaf in sorted(dropped, key=lambda leaf: len(leaf.lineage()), reverse=True):  # one may be another's parent
-            self._prune(leaf)
         events = []
-        for leaf, token, logprob, best in zip(grown, tokens, chosen, candidates, strict=True):
-            leaf.grow([token], [logprob], [best])
-            self.num_decoded[leaf] += 1
+        for leaf, token, logprob, best in zip(self._branch(old, parents), tokens, chosen, candidates, strict=True):
+            leaf.grow((token,), (logprob,), (best,))
             events.append(self._read(leaf, token))
             self._file(leaf)
         if waiting:  # back in the old order: those that keep their keys are always the same
             unfinished = {*waiting, *self.leaves}
-            self.leaves = [leaf for leaf in self.num_decoded if leaf in unfinished]
+            self.leaves = [leaf for leaf in self.tracks if leaf in unfinished]
         self._await_logits()
         return events
 
+    def _branch(self, old: list[Branch], parents: list[int]) -> list[Branch]:
+        """Return the leaf for each row: its parent if it is the only row of it, else a fork; prune who has no row."""
+        uses = Counter(parents)
+        if len(uses) == len(old) == len(parents):
+            return [old[i] for i in parents]
+        # All forks come before any leaf grows: a fork must end where its parent ended.
+        grown = [old[i] if uses[i] == 1 else self._fork(old[i]) for i in parents]
+        for i, leaf in enumerate(old):
+            if uses[i] != 1:
+                del self.tracks[leaf]
+        dropped = [leaf for i, leaf in enumerate(old) if uses[i] == 0]
+        for leaf in sorted(dropped, key=lambda leaf: len(leaf.lineage()), reverse=True):  # one may be another's parent
+            self._prune(leaf)
+        return grown
+
     def _fork(self, leaf: Branch) -> Branch:
         [child] = leaf.fork()
-        self.num_decoded[child] = self.num_decoded[leaf]
-        self.keys[child] = child.key
-        self.place[child] = self.place[leaf]
-        self.logprob[child] = self.logprob[leaf]
-        self.texts[child] = self.texts[leaf].fork()
+        track = self.tracks[leaf]
+        self.tracks[child] = replace(track, key=child.key, text=track.text.fork())
         return child
 
     def _prune(self, leaf: Branch) -> None:
@@ -338,13 +350,11 @@ class DecodeRun:
             branch.prune(f"{type(self.controller).__name__} step {self.depth}")
             branch = None if branch in self.given or branch.parent in self.given else branch.parent
 
-    def _forget(self, leaf: Branch) -> None:
-        for record in (self.num_decoded, self.place, self.logprob, self.keys, self.texts):
-            del record[leaf]
-
     def _read(self, leaf: Branch, token: int) -> Event:
         """Take the new token's text and see whether the branch ends with it."""
-        text, stopping = self.texts[leaf], self.stopping
+        track, stopping = self.tracks[leaf], self.stopping
+        track.num_decoded += 1
+        text = track.text
         text.push(token)
         if text.stopped is not None:
             leaf.finish_reason, leaf.stop_reason = "stop", text.stopped
@@ -352,28 +362,17 @@ class DecodeRun:
             leaf.finish_reason, leaf.stop_reason = "stop", token
         elif token in self.limits.eos_token_ids and not stopping.ignore_eos:
             leaf.finish_reason = "stop"
-        elif self._full(leaf):
+        elif leaf.num_tokens >= track.limit:
             leaf.finish_reason = "length"
-        if leaf.finished:
+        if leaf.finish_reason is not None:
             text.finish()
-            own = leaf.path_tokens[leaf.num_tokens - self.num_decoded[leaf] :]
+            own = leaf.path_tokens[leaf.num_tokens - track.num_decoded :]
             leaf.hidden_tail = len(leaf.decode(own)) - len(text.text)
         return Event(leaf, text)
 
-    def _full(self, leaf: Branch) -> bool:
-        return self._room(leaf) <= 0
-
-    def _room(self, leaf: Branch) -> int:
-        """Return how many tokens may still be decoded here."""
-        room = self.limits.max_model_len - leaf.num_tokens
-        limit = self.stopping.max_tokens
-        return room if limit is None else min(room, limit - self.num_decoded[leaf])
-
     def _file(self, leaf: Branch) -> None:
         """Put the leaf with those that go on or with those that have ended."""
-        if not leaf.finished and self._full(leaf):
-            leaf.finish_reason = "length"
-        (self.finished if leaf.finished else self.leaves).append(leaf)
+        (self.leaves if leaf.finish_reason is None else self.finished).append(leaf)
 
     def _served(self) -> list[Branch]:
         """Return the leaves that have their logits."""
@@ -385,15 +384,16 @@ class DecodeRun:
         self._lanes = {Lane(leaf.tree, leaf.end, leaf.num_tokens - 1, leaf.num_tokens): leaf for leaf in self.leaves}
 
     def _leaf(self, leaf: Branch) -> Leaf:
+        track = self.tracks[leaf]
         return Leaf(
-            logprob=leaf.logprob - self.logprob[leaf],
+            logprob=leaf.logprob - track.logprob,
             tokens=leaf.token_ids,
             prompt_tokens=leaf.tree.prompt_tokens,
             path=leaf.path,
-            num_tokens=self.num_decoded[leaf],
-            key=self.keys[leaf],
-            room=self._room(leaf),
-            detokenizer=self.texts[leaf],
+            num_tokens=track.num_decoded,
+            key=track.key,
+            room=track.limit - leaf.num_tokens,
+            detokenizer=track.text,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any, cast
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -77,7 +78,8 @@ class Runner:
         # Nobody reads slot 0 of a pool: the rows of a graph that a step does not have store their keys there.
         self.graphs = GraphCache(self._compute, spare_slot=0) if cuda_graphs else None
         self.room = ROOM if is_gpu and attention not in ("medusa", "specinfer", "vanilla") else 0
-        self._planned: tuple[Batch, int, Plans] | None = None  # the batch planned last, how far it had grown, its plans
+        # The batch planned last, which belongs to others; how far it had grown; its plans.
+        self._planned: tuple[ReferenceType[Batch], int, Plans] | None = None
 
     def kv_bytes(self, plans: Plans) -> int:
         """Return the bytes of keys and values that a forward under `plans` reads."""
@@ -95,14 +97,14 @@ class Runner:
         """Plan the step's attention once for each kind of layer, or go on with the plans of a batch that only grew."""
         if self._planned is not None:
             planned, grown, plans = self._planned
-            if planned is batch and batch.grown == grown + 1 and self._have_room(plans):
+            if planned() is batch and batch.grown == grown + 1 and self._have_room(plans):
                 slots = batch.store_slots(kv)
                 for plan in plans.values():
                     plan.grow(slots)
-                self._planned = batch, batch.grown, plans
+                self._planned = planned, batch.grown, plans
                 return plans
         plans = self._plan(*batch.tree_spec(kv), self.room if batch.can_grow else 0)
-        self._planned = batch, batch.grown, plans
+        self._planned = ref(batch), batch.grown, plans
         return plans
 
     @torch.inference_mode()
