@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -90,9 +89,9 @@ class Scheduler:
 
     *Slots.* All branches stand in one line: trees by priority and arrival, in each first the branches that wait for
     logits, in their order, then those that nobody waits for. Where the pool is full of keys in use, whoever is last
-    in line gives up the keys that only it needs, and computes them again when its turn comes. Nobody gives way to
-    those behind it, unless not one row would run otherwise. So the first in line always goes on, however wide the
-    trees are.
+    in line gives up keys that only it needs, from its end, as many as are wanted, and computes them again when its
+    turn comes. Nobody gives way to those behind it, unless not one row would run otherwise. So the first in line
+    always goes on, however wide the trees are.
 
     Parameters
     ----------
@@ -103,7 +102,7 @@ class Scheduler:
     Attributes
     ----------
     num_preemptions : int
-        How often a branch has given way so far.
+        How often branches have given way so far.
     """
 
     def __init__(self, kv: KVManager, max_num_rows: int) -> None:
@@ -115,8 +114,8 @@ class Scheduler:
     def next_batch(self, lanes: Sequence[Lane], tenants: Sequence[Tenant]) -> tuple[Batch, list[Delivery]]:
         """Return the rows of the next step, their slots reserved, and who gets which logits.
 
-        Where the lanes' leaves have only grown by a token each since the last step, that is the last step's batch,
-        see `Batch.grow`.
+        Where the leaves that had rows in the last step have only grown by a token each, and nothing else has
+        happened, that is the last step's batch, see `Batch.grow`.
 
         Parameters
         ----------
@@ -140,15 +139,15 @@ class Scheduler:
         batch, deliveries = self._decode(queue, tip_of)
         line = _Line(self.kv, ranked, tip_of, tenants, batch)
         blocked = False  # somebody waits for room: whoever starts behind it would take it, for ever
+        only_room = True  # is what those lack who get nothing
         for lane in queue[len(deliveries) :]:
             rows, tip = batch.num_rows, tip_of[lane]
-            if rows == self.max_num_rows:
-                break
-            if line.gave_way(lane):
+            if rows == self.max_num_rows or line.gave_way(lane):
+                only_room = False
                 continue
             lacking = batch.lacking(tip)
             if lacking > 1 and rows:
-                blocked = blocked or not self._fits(lane, lacking, batch, line)
+                blocked = blocked or not self._fits(lane, lacking, line)
                 if blocked:
                     continue
             delivery = self._schedule(lane, tip, batch, line)
@@ -164,7 +163,7 @@ class Scheduler:
                 self.num_preemptions += 1
                 return self.next_batch(lanes, tenants)
             raise PoolTooSmall(ranked[0], self.kv)
-        self._steady = _Steady.after(self.kv, batch, deliveries, lanes, tips)
+        self._steady = _Steady.after(self.kv, batch, deliveries, lanes, tips) if only_room else None
         return batch, deliveries
 
     def commit(self, batch: Batch, deliveries: Sequence[Delivery]) -> None:
@@ -215,14 +214,14 @@ class Scheduler:
         except OutOfSlots:
             return Batch(), []
 
-    def _fits(self, lane: Lane, lacking: int, batch: Batch, line: _Line) -> bool:
-        """Whether all that `lane` lacks has room, with a page to go on for each row before it.
+    def _fits(self, lane: Lane, lacking: int, line: _Line) -> bool:
+        """Whether all that `lane` lacks has room, with a page to go on for each path that has rows before it.
 
         Otherwise it would start, be the first to give way, and start again.
         """
-        wanted = lacking + batch.num_rows * self.kv.pool.page_size
-        while self.kv.pool.num_free < wanted and line.room() < wanted:
-            if not line.give_way(lane):
+        wanted = lacking + len(line.served) * self.kv.pool.page_size
+        while self.kv.pool.num_free < wanted and (room := line.room()) < wanted:
+            if not line.give_way(lane, wanted - room):
                 return False
         return True
 
@@ -267,7 +266,7 @@ class Scheduler:
                 self.kv.extend(node, length)
                 return True
             except OutOfSlots:
-                if not line.give_way(lane):
+                if not line.give_way(lane, length - len(self.kv.slots(node))):
                     return False
 
 
@@ -324,27 +323,27 @@ class _Line:
         """Whether `lane` has lost keys in this step; it waits for the next."""
         return bool(self._gone) and self.place(lane) in self._gone
 
-    def give_way(self, lane: Lane) -> bool:
-        """Let the last in line behind `lane` that has no rows in this step give way; whether that made room."""
+    def give_way(self, lane: Lane, num_slots: int) -> bool:
+        """Let the last in line behind `lane` that have no rows in this step free slots; whether that made room."""
         places = self._in_line()
         own = self.place(lane)
-        while True:
+        while not self._preemption.free(num_slots):
             last, branches = places.popitem()
             if last == own:
                 places[own] = branches
                 return False
             if last not in self.served:
                 self._gone.add(last)
-                if self._preemption.add(last[1], branches):
-                    self.num_preemptions += 1
-                    return True
+                self._preemption.add(last[1], branches)
+        self.num_preemptions += 1
+        return True
 
     def give_all(self, lane: Lane) -> bool:
         """Let anybody else give way to `lane`; whether that made room."""
         places = self._in_line()
         own = self.place(lane)
         self._places = {own: places[own]} | places
-        return self.give_way(lane)
+        return self.give_way(lane, self.kv.num_slots)
 
     def room(self) -> int:
         """Return how many slots are free or hold cached prefixes, which are counted once a step."""
@@ -355,21 +354,25 @@ class _Line:
 
     def _in_line(self) -> dict[tuple[Tenant, Node], int]:
         if self._places is None:
-            holding = {tenant: Counter(tenant.tips()) for tenant in self.tenants}
-            waiting = {self.place(lane): holding[lane.tenant][self.tip_of[lane]] for lane in self.ranked}
-            idle = {(tenant, node): n for tenant in self.tenants for node, n in holding[tenant].items()}
-            places = waiting | {place: n for place, n in idle.items() if place not in waiting}
-            self._places = dict(sorted(places.items(), key=lambda item: item[0][0].rank))
+            branches: dict[tuple[Tenant, Node], int] = {}
+            for tenant in self.tenants:
+                for tip in tenant.tips():
+                    branches[tenant, tip] = branches.get((tenant, tip), 0) + 1
+            waiting = dict.fromkeys(map(self.place, self.ranked))
+            order = [*waiting, *(place for place in branches if place not in waiting)]
+            order.sort(key=lambda place: place[0].rank)
+            self._places = {place: branches[place] for place in order}
         return self._places
 
 
 class _Steady(NamedTuple):
-    """The last step, if each of its rows was the last token of a leaf and each leaf got its logits."""
+    """The last step, if each of its rows was the last token of a leaf that got its logits, and others lacked room."""
 
     kv: KVManager
     batch: Batch
     tips: list[Node]
-    places: list[list[int]]
+    places: list[list[int] | None]  # by lane, None where it lacked room
+    lengths: list[int]  # of the tips
     version: int
     num_moves: int
 
@@ -378,18 +381,23 @@ class _Steady(NamedTuple):
         cls, kv: KVManager, batch: Batch, deliveries: Sequence[Delivery], lanes: Sequence[Lane], tips: list[Node]
     ) -> _Steady | None:
         """Remember a step, None where its batch cannot grow."""
-        if len(deliveries) != len(lanes) or not batch.can_grow or {span.node for span in batch.spans} != set(tips):
-            return None
         places = {delivery.lane: delivery.places for delivery in deliveries}
-        return cls(kv, batch, tips, [places[lane] for lane in lanes], kv.forest.version, kv.pool.num_moves)
+        served = {tip for lane, tip in zip(lanes, tips, strict=True) if lane in places}
+        if not batch.can_grow or {span.node for span in batch.spans} != served:
+            return None
+        each = [places.get(lane) for lane in lanes]
+        return cls(kv, batch, tips, each, [len(tip.tokens) for tip in tips], kv.forest.version, kv.pool.num_moves)
 
     def grow(self, lanes: Sequence[Lane], tips: list[Node]) -> bool:
         """Let the batch grow if the same leaves have grown by a token each, and nothing else has happened."""
         if not lanes or self.version != self.kv.forest.version or tips != self.tips:
             return False
-        for lane, tip in zip(lanes, tips, strict=True):
+        for lane, tip, places, before in zip(lanes, tips, self.places, self.lengths, strict=True):
             length = len(tip.tokens)
-            if tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length:
+            if places is None:
+                if length != before:
+                    return False
+            elif tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length:
                 return False
         try:
             self.batch.grow(self.kv)
@@ -399,4 +407,5 @@ class _Steady(NamedTuple):
 
     def deliveries(self, lanes: Sequence[Lane]) -> list[Delivery]:
         """Return who gets which logits."""
-        return [Delivery(lane, lane.wanted, places) for lane, places in zip(lanes, self.places, strict=True)]
+        pairs = zip(lanes, self.places, strict=True)
+        return [Delivery(lane, lane.wanted, places) for lane, places in pairs if places is not None]

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from treewise.kv import ContiguousPool, KVManager, OutOfSlots, PagedPool, make_pool
+from treewise.kv import ContiguousPool, KVManager, OutOfSlots, PagedPool, Preemption, make_pool
 from treewise.tree import Forest, Node
 
 POOLS = [("paged", 1), ("paged", 16), ("paged", 32), ("contiguous", 1)]
@@ -190,6 +190,28 @@ class TestPools:
         assert kv.forest.path_tokens(long) == [*range(35), *[9] * 100]
         assert (upper in list(kv.forest)) == (page_size > 1 or pool == "contiguous")
 
+    def test_a_branch_gives_up_its_last_keys_and_only_what_is_wanted(self, pool, page_size):
+        kv = manager(pool, page_size, 2048)
+        keys = Keys(kv)
+        trunk = kv.forest.add(None, list(range(100)))
+        left, right = (kv.hold(kv.forest.add(trunk, [i] * 200)) for i in (1, 2))
+        for node in (trunk, left, right):
+            keys.compute(node)
+        preemption = Preemption(kv)
+        preemption.add(left)
+        free = kv.pool.num_free
+        assert preemption.free(50)
+        assert 50 <= kv.pool.num_free - free <= 50 + 2 * page_size
+        assert 200 - 50 - 2 * page_size <= left.computed <= 150 and (trunk.computed, right.computed) == (100, 200)
+        assert preemption.free(500) and left.computed == 0 and trunk.computed == 100
+        assert not preemption.free(1), "the other branch needs the rest"
+        preemption.add(right)
+        assert preemption.free(2048) and kv.pool.num_free == kv.num_slots
+        kv.check_integrity()
+        for node in (trunk, left, right):
+            keys.compute(node)
+        keys.check()
+
     def test_preempted_tree_keeps_its_nodes_and_what_others_share(self, pool, page_size):
         kv = manager(pool, page_size, 1024)
         keys = Keys(kv)
@@ -303,6 +325,15 @@ class ForestMachine(RuleBasedStateMachine):
     def end(self, index, keep):
         tip = self.tips.pop(self.pick(index))
         self.kv.drop([tip], keep=tip.end if keep else 0)
+
+    @precondition(lambda self: getattr(self, "tips", None))
+    @rule(indices=st.lists(st.integers(0, 50), min_size=1, max_size=4), num_slots=st.integers(1, 40))
+    def give_way(self, indices, num_slots):
+        preemption = Preemption(self.kv)
+        for index in {self.pick(index) for index in indices}:
+            preemption.add(self.tips[index])
+            before = self.kv.pool.num_free
+            assert preemption.free(num_slots) == (self.kv.pool.num_free > before)
 
     @precondition(lambda self: getattr(self, "tips", None))
     @rule(index=st.integers(0, 50))

@@ -142,6 +142,23 @@ def test_forks_prunings_newcomers_and_cuts_end_a_batch():
     assert trees.step(leaves)[0] is not batch
 
 
+def test_a_batch_is_kept_while_others_wait_for_room_and_no_longer():
+    trees = Trees([list(range(1, 40)), list(range(50, 90)), [7] * 100], num_slots=12 * 16)
+    running, waiting = [tree.root for tree in trees.trees[:2]], trees.trees[2].root
+    trees.step(running)
+    grow(running)
+    first, served = trees.step([*running, waiting])
+    assert served == running
+    for _ in range(5):
+        grow(running)
+        again, served = trees.step([*running, waiting])
+        assert again is first and served == running
+    running[1].release("the test")
+    grow(running[:1])
+    batch, served = trees.step([running[0], waiting])
+    assert batch is not first and served == [running[0], waiting]
+
+
 def test_a_batch_is_never_taken_for_another_kind_of_growth():
     """Two lanes at one leaf, a leaf that grew by two, a lane that wants an earlier position."""
     trees = Trees([list(range(1, 40))])

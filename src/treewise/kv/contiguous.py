@@ -117,12 +117,20 @@ class ContiguousPool:
         self._runs[lower] = self._runs.pop(upper)
         return True
 
+    def shrink(self, node: Node, length: int) -> None:
+        """See `SlotPool.shrink`."""
+        run = self._runs.get(node)
+        if run is None or length >= run.length:
+            return
+        self._used -= run.length - length
+        run.length = length
+        if not length:
+            del self._runs[node]
+            self._free(run.start, run.start + run.capacity)
+
     def release(self, node: Node) -> None:
         """See `SlotPool.release`."""
-        run = self._runs.pop(node, None)
-        if run is not None:
-            self._used -= run.length
-            self._free(run.start, run.start + run.capacity)
+        self.shrink(node, 0)
 
     def take_copies(self) -> list[Copy]:
         """See `SlotPool.take_copies`."""

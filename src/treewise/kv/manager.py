@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -200,7 +201,9 @@ class KVManager:
             Whether there is more room now.
         """
         preemption = Preemption(self)
-        return any([preemption.add(tip) for tip in tips])
+        for tip in tips:
+            preemption.add(tip)
+        return preemption.free(self.num_slots)
 
     def take_copies(self) -> list[Copy]:
         """Return the moves of keys and values that must happen before the next forward, in order."""
@@ -274,9 +277,10 @@ class KVManager:
 
 
 class Preemption:
-    """Takes their keys from one branch after another: from each what no branch needs that still has its own.
+    """Takes keys from one branch after another, as many as are wanted: only those that no other branch needs.
 
-    Of use between two changes of the forest.
+    A branch loses the keys of its last tokens first, so that what it has left is of use when its turn comes again. Of
+    use between two changes of the forest.
 
     Parameters
     ----------
@@ -286,19 +290,30 @@ class Preemption:
     def __init__(self, kv: KVManager) -> None:
         self.kv = kv
         self._needed: dict[Node, int] = {}  # by how many branches and children, where that has changed
+        self._spare: deque[Node] = deque()  # nodes that are not needed any more, children first
 
-    def add(self, tip: Node, branches: int = 1) -> bool:
-        """Preempt `branches` branches that end in `tip`; whether there is more room now."""
-        pool, freed = self.kv.pool, False
+    def add(self, tip: Node, branches: int = 1) -> None:
+        """Let `branches` branches that end in `tip` do without their keys."""
         node: Node | None = tip
         while node is not None:
             needed = self._needed[node] = self._needed.get(node, node.holders + len(node.children)) - branches
             if needed:
                 break
-            if len(pool.slots(node)):
-                pool.release(node)
-                node.computed = 0
-                freed = True
+            self._spare.append(node)
             node, branches = node.parent, 1
+
+    def free(self, num_slots: int) -> bool:
+        """Free `num_slots` slots or a few more, of the branches that were added first; whether any was freed."""
+        pool = self.kv.pool
+        before = pool.num_free
+        target = before + max(num_slots, self.kv.num_slots // 64)
+        while self._spare and (missing := target - pool.num_free) > 0:
+            node = self._spare[0]
+            left = max(0, len(pool.slots(node)) - missing) // pool.page_size * pool.page_size
+            pool.shrink(node, left)
+            node.computed = min(node.computed, left)
+            if not left:
+                self._spare.popleft()
+        freed = pool.num_free > before
         self.kv.forest.version += freed
         return freed

@@ -151,12 +151,22 @@ class PagedPool:
         self._runs[lower] = self._runs.pop(upper)
         return True
 
+    def shrink(self, node: Node, length: int) -> None:
+        """See `SlotPool.shrink`."""
+        run = self._runs.get(node)
+        if run is None or length >= run.length:
+            return
+        num_pages = -(-(run.offset + length) // self.page_size) if length else 0
+        for page in reversed(run.pages[num_pages:]):
+            self._drop(page)
+        del run.pages[num_pages:]
+        run.length = length
+        if not length:
+            del self._runs[node]
+
     def release(self, node: Node) -> None:
         """See `SlotPool.release`."""
-        run = self._runs.pop(node, None)
-        if run is not None:
-            for page in reversed(run.pages):
-                self._drop(page)
+        self.shrink(node, 0)
 
     def take_copies(self) -> list[Copy]:
         """See `SlotPool.take_copies`."""

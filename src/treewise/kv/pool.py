@@ -84,6 +84,9 @@ class SlotPool(Protocol):
             False if that would move more than `MOST_MOVED` tokens or there is no room; nothing was changed then.
         """
 
+    def shrink(self, node: Node, length: int) -> None:
+        """Take back the slots behind the first `length` tokens of `node`."""
+
     def release(self, node: Node) -> None:
         """Take back every slot that only `node` uses."""
 
