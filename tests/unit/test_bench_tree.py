@@ -62,8 +62,9 @@ def run(capsys, data):
     """Run the benchmark on the tiny shape; its last line, read, and what it said on standard error."""
 
     def bench(*arguments):
-        folder = [] if "--data" in arguments else ["--data", str(data)]
-        main(["bench", "tree", "--model", "shape:tiny", "--repeats", "1", *folder, *map(str, arguments)])
+        defaults = {"--model": "shape:tiny", "--repeats": 1, "--data": data}
+        added = [word for flag, value in defaults.items() if flag not in arguments for word in (flag, value)]
+        main(["bench", "tree", *map(str, [*added, *arguments])])
         captured = capsys.readouterr()
         return json.loads(captured.out.splitlines()[-1]), captured.err
 
@@ -332,10 +333,9 @@ def test_prompts_are_drawn_from_the_vocabulary():
         (["--prompt-tokens", "200000"], "workload: paths of 200031 tokens are longer than the model's context, 131072"),
     ],
 )
-def test_mistakes_name_the_field_and_the_choices(capsys, data, arguments, message):
+def test_mistakes_name_the_field_and_the_choices(capsys, run, arguments, message):
     with pytest.raises(SystemExit):
-        folder = [] if "--data" in arguments else ["--data", str(data)]
-        main(["bench", "tree", *([] if "--model" in arguments else ["--model", "shape:tiny"]), *folder, *arguments])
+        run(*arguments)
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 
@@ -345,6 +345,18 @@ def test_steps_are_drawn(run, tmp_path):
     picture = tmp_path / "steps.png"
     run("--prompt-tokens", 20, "--branches", 3, "--new-tokens", 4, "--attention", "auto,radix", "--png", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_have_floors(run):
+    size = ("--prompt-tokens", 200, "--branches", 8, "--new-tokens", 12)
+    result, said = run("--model", "shape:smollm2-135m", "--device", "cuda", "--attention", "auto,radix", *size)
+    assert result["copy_gb_per_s"] > 100 and result["matrix_tflop_per_s"] > 1 and "of floor" in said
+    for row in result["results"]:
+        assert row["note"] is None and row["as_recorded"] is True
+        assert (
+            0 < row["floor_s"] < row["forward_s"] <= row["decode_s"] and 1 < row["forward_of_floor"] <= row["of_floor"]
+        )
 
 
 @needs_recordings

@@ -43,6 +43,8 @@ class Subject:
         Tokens a page of keys and values.
     max_num_rows : int
         The most rows of a step; 1024, or what all leaves together need, if left out.
+    cuda_graphs : bool
+        Replay captured decode steps, on a GPU.
     """
 
     model: str = "smollm2-135m"
@@ -51,6 +53,7 @@ class Subject:
     device: str = "cpu"
     page_size: int = 16
     max_num_rows: int | None = None
+    cuda_graphs: bool = False
 
     @property
     def place(self) -> torch.device:
@@ -108,6 +111,7 @@ class Subject:
             device=self.device,
             page_size=self.page_size,
             max_num_rows=self.max_num_rows or max(1024, widest),
+            cuda_graphs=self.cuda_graphs,
             **options,
         )
 

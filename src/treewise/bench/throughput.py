@@ -97,7 +97,7 @@ def throughput(
 
     page = subject.page_size
     ample = (max(levels) + 1) * (-(-length // page) * page) + page
-    slots = ample if kv_tokens is None else kv_tokens + page  # one page is scratch
+    slots = ample if kv_tokens is None else -(-kv_tokens // page) * page + page  # one page is scratch
     runs: dict[str, Run] = {}
     for method in methods:
         runs[method] = partial(serve, subject.engine(loaded, method, max(levels), num_kv_slots=slots))
