@@ -140,8 +140,9 @@ class Batch:
             if store:
                 node.computed = end + self.grown
 
+    @cached_property
     def rows_of_owners(self) -> dict[object, int]:
-        """Return how many rows each tree has asked for."""
+        """How many rows each tree has asked for."""
         rows: dict[object, int] = {}
         for _, start, end, _, owner in self.spans:
             rows[owner] = rows.get(owner, 0) + end - start

@@ -352,11 +352,11 @@ class Engine:
         """Charge the step to the trees that had rows in it, each in proportion."""
         self.num_steps += 1
         bytes_read = self.runner.kv_bytes(plans)
-        for tree, number in batch.rows_of_owners().items():
+        for tree, number in batch.rows_of_owners.items():
             request = self.requests[cast(BranchTree, tree)]
             request.steps += 1
             request.rows += number
             request.kv_bytes_read += round(bytes_read * number / batch.num_rows)
-        for delivery in deliveries:
-            alone = self.runner.kv_bytes_of_path(delivery.lane.wanted)
-            self.requests[cast(BranchTree, delivery.lane.tenant)].kv_bytes_per_sequence += alone
+        alone = self.runner.kv_bytes_of_paths([lane.wanted for lane, *_ in deliveries])
+        for (lane, *_), number in zip(deliveries, alone, strict=True):
+            self.requests[cast(BranchTree, lane.tenant)].kv_bytes_per_sequence += number

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, cast
 from weakref import ReferenceType, ref
 
@@ -86,11 +88,14 @@ class Runner:
         windows = self.model.config.layer_windows
         return sum(plan.io(layers=windows.count(window)).kv for window, plan in plans.items())
 
-    def kv_bytes_of_path(self, length: int) -> int:
-        """Return the bytes of keys and values that one query at the end of `length` tokens has to read."""
+    def kv_bytes_of_paths(self, lengths: Sequence[int]) -> list[int]:
+        """Return the bytes of keys and values that one query at the end of each of so many tokens has to read."""
         windows = self.model.config.layer_windows
-        seen = sum(length if window is None else min(length, window) for window in windows)
-        return seen * self.kv_bytes_per_token // len(windows)
+        length = np.asarray(lengths, np.int64)
+        seen = np.zeros_like(length)
+        for window, layers in Counter(windows).items():
+            seen += layers * (length if window is None else np.minimum(length, window))
+        return cast(list[int], (seen * self.kv_bytes_per_token // len(windows)).tolist())
 
     @torch.inference_mode()
     def plan(self, batch: Batch, kv: KVManager) -> Plans:
