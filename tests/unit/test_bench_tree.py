@@ -129,6 +129,7 @@ def test_samples_count_every_byte(run):
         assert 0 < row["schedule_s"] + row["plan_s"] + row["forward_s"] < row["decode_s"]
         assert row["step_ms"]["p50"] <= row["step_ms"]["p90"] <= row["step_ms"]["p99"] <= row["step_ms"]["max"]
         assert row["tokens_per_s"] == pytest.approx(15 / row["whole_s"])
+        assert row["graph_captures"] == row["graph_replays"] == 0
         assert row["floor_s"] is None and row["peak_slots"] == 48 + 3 * 16
     radix, node = result["results"]
     assert radix["read_kv_gb"] == radix["query_kv_gb"] and node["read_kv_gb"] == node["unique_kv_gb"]
@@ -211,6 +212,7 @@ def test_vllm_is_asked_for_the_same(run, monkeypatch):
         def __init__(self, **options):
             config = json.loads((Path(options["model"]) / "config.json").read_text())
             assert config["hidden_size"] == 64 and options["load_format"] == "dummy" and options["max_num_seqs"] == 3
+            assert options["max_model_len"] == 34
 
         def reset_prefix_cache(self):
             calls.append("reset")
@@ -225,7 +227,7 @@ def test_vllm_is_asked_for_the_same(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake)
     result, _ = run("--against", "vllm", "--prompt-tokens", 30, "--branches", 3, "--new-tokens", 4)
     assert result["results"][1]["engine"] == "vllm" and result["results"][1]["note"] is None
-    assert calls == ["reset", (30, 3, 2, True), "reset", (30, 3, 4, True)]
+    assert calls == ["reset", (30, 3, 4, True), "reset", (30, 3, 4, True)]
 
 
 def test_what_fails_is_said_and_the_others_count(monkeypatch):
@@ -330,7 +332,7 @@ def test_prompts_are_drawn_from_the_vocabulary():
         (["--attention", "auto,best"], "attention: 'best' is not one of auto, flash_decoding"),
         (["--dtype", "int8"], "dtype: 'int8' is not one of auto, float32"),
         (["--model", "shape:huge"], "model: shape 'huge' is not one of tiny"),
-        (["--prompt-tokens", "200000"], "workload: paths of 200031 tokens are longer than the model's context, 131072"),
+        (["--prompt-tokens", "200000"], "workload: paths of 200032 tokens are longer than the model's context, 131072"),
     ],
 )
 def test_mistakes_name_the_field_and_the_choices(capsys, run, arguments, message):

@@ -22,6 +22,9 @@ Facts = dict[str, Any]
 Run = Callable[[Any, int], Facts]
 """From what is to be run, such as a `Case`, and a seed to what was measured, ``whole_s`` at least."""
 
+WARM = 8
+"""Tokens a sequence of the request that warms up an engine."""
+
 
 class Watched:
     """Our engine with one attention method, warmed up; the prefix cache is off, so that no run helps another.
@@ -37,9 +40,11 @@ class Watched:
     def __init__(
         self, method: str, subject: Subject, loaded: Loaded, cases: Sequence[Case], machine: Machine | None
     ) -> None:
-        widest = max(case.widest for case in cases)
-        slots = max(case.num_slots(subject.page_size) for case in cases)
+        widest, prompt = max(case.widest for case in cases), max(case.prompt_tokens for case in cases)
+        warm = samples(prompt, widest, WARM)
+        slots = max(case.num_slots(subject.page_size) for case in (*cases, warm))
         llm = subject.engine(loaded, method, widest, num_kv_slots=slots, enable_prefix_caching=False)
+        self.runner = llm.engine.runner
         self.meter = Meter(llm)
         self.machine = machine
         self.weights = Weights.of(loaded[0])
@@ -47,22 +52,29 @@ class Watched:
         self.full = all(window is None for window in loaded[0].config.layer_windows)
         self.first: list[Step] = []
         self.tokens: dict[str, tuple[int, int]] = {}
-        longest = max(case.prompt_tokens for case in cases)
-        self.meter.run(samples(longest, widest, 2).program, random_prompt(longest, self.vocab_size, 0))
+        self.meter.run(warm.program, random_prompt(prompt, self.vocab_size, 0))
 
     def run(self, case: Case, seed: int) -> Facts:
         """Run a request; ``as_recorded`` says whether its steps read what its recording says, None if there is none."""
         prompt = random_prompt(case.prompt_tokens, self.vocab_size, seed)
+        captured, replayed = self.graph_counts()
         steps = self.meter.run(case.program, prompt, seed)
         decoding = [step for step in steps if step.rows and not step.prompt]
         self.first = self.first or decoding
-        token = self.meter.llm.engine.runner.kv_bytes_per_token
+        token = self.runner.kv_bytes_per_token
         read = [sum(getattr(step, f"{kind}_kv") for step in decoding) // token for kind in ("unique", "query")]
         self.tokens[case.name] = read[0], read[1]
         expected = case.kv_tokens() if self.full else None
         same = None if expected is None else self.tokens[case.name] == expected
         facts = summarise(steps, self.weights, self.machine)
-        return facts | {"tokens_per_s": case.decoded / facts["whole_s"], "as_recorded": same}
+        facts |= {"tokens_per_s": case.decoded / facts["whole_s"], "as_recorded": same}
+        captures, replays = self.graph_counts()
+        return facts | {"graph_captures": captures - captured, "graph_replays": replays - replayed}
+
+    def graph_counts(self) -> tuple[int, int]:
+        """Return how many graphs were captured, and how many steps replayed one."""
+        graphs = self.runner.graphs
+        return (0, 0) if graphs is None else (graphs.num_captures, graphs.num_replays)
 
     def floors(self) -> list[float]:
         """Return the least seconds of each step of the first request, nothing where that is not known."""
@@ -90,7 +102,7 @@ def other(name: str, subject: Subject, loaded: Loaded, case: Case, settings: dic
     """Load another engine, warm it up, and return what times its samples."""
     branches, new_tokens = settings["branches"], settings["new_tokens"]
     engine = OTHERS[name](subject, loaded[0].dtype, Room(branches, case.longest))
-    engine.generate([random_prompt(case.prompt_tokens, loaded[1].vocab_size, 0)], branches, 2, 0)
+    engine.generate([random_prompt(case.prompt_tokens, loaded[1].vocab_size, 0)], branches, min(WARM, new_tokens), 0)
 
     def run(case: Case, seed: int) -> Facts:
         prompt = random_prompt(case.prompt_tokens, loaded[1].vocab_size, seed)

@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from treewise.bench.compare import measure, notes
 from treewise.bench.engines import OTHERS, OtherEngine, Room, check_installed
 from treewise.bench.measure import describe_machine, peak_memory, report
-from treewise.bench.runs import Facts, Run, random_prompt
+from treewise.bench.runs import WARM, Facts, Run, random_prompt
 from treewise.bench.steps import percentiles
 from treewise.bench.subject import Subject, read_methods
 from treewise.branch import Branch, generate
@@ -24,9 +24,6 @@ from treewise.config import SamplingParams, check_integer
 from treewise.engine import Request
 from treewise.llm import LLM
 from treewise.results import json_safe
-
-WARM = 8
-"""Tokens a request of the run that warms up."""
 
 
 def throughput(
@@ -61,7 +58,7 @@ def throughput(
     num_prompts
         Requests in all; 4 times the concurrency if left out.
     kv_tokens
-        Tokens whose keys and values the pool holds; sized by the memory there is if left out.
+        Tokens whose keys and values the pool holds; enough for all that run at a time and one more if left out.
     attention
         The methods that are measured, with commas between.
     repeats

@@ -118,7 +118,7 @@ def samples(prompt_tokens: int, branches: int, new_tokens: int) -> Case:
 
     # The first token of each branch follows from the prompt's own step.
     case = _replayed("samples", Schedule.few_shot(prompt_tokens, branches, new_tokens - 1), None)
-    return replace(case, program=program, decoded=branches * new_tokens)
+    return replace(case, program=program, longest=prompt_tokens + new_tokens, decoded=branches * new_tokens)
 
 
 def _replayed(name: str, schedule: Schedule, max_steps: int | None) -> Case:
