@@ -1,0 +1,73 @@
+"""What fused drawing must do on a GPU and under the interpreter alike."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from treewise import draws
+from treewise.config import SamplingParams
+from treewise.sampler import SamplingRow, _min_p_floor, _top_k_floor, _top_p_floor, choose, log_probs, row_key, sample
+
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.01),
+    SamplingParams(temperature=3.0, top_k=5),
+    SamplingParams(top_p=0.7),
+    SamplingParams(top_p=0.999, temperature=2.0),
+    SamplingParams(min_p=0.1),
+    SamplingParams(min_p=0.02, top_k=40, top_p=0.9),
+    SamplingParams(top_k=1),
+    SamplingParams(logit_bias={1: 9.0, 2: -100.0}, temperature=0),
+    SamplingParams(repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3),
+    SamplingParams(min_tokens=3, stop_token_ids=[0, 1], temperature=0.5),
+]
+
+
+def drawn_alike(vocab_size, device):
+    """Tokens, log-probabilities and ties."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows = [
+        SamplingRow(params, row_key(seed, (number,)), 5 * seed, seed % 5, (1, 2, 2), (3, 3, 5))
+        for seed in range(4)
+        for number, params in enumerate(PARAMS)
+    ]
+    logits = torch.randn(len(rows), vocab_size, generator=generator) * 3
+    logits[::5] = logits[::5].round()  # with ties
+    logits[::7, vocab_size // 2 :] = -math.inf  # banned
+    expected = sample(logits, rows, (4,)).tolist()
+    choices = choose(logits.to(device), rows, (4,))
+    assert [choice.token for choice in choices] == expected
+    exact = log_probs(logits)
+    for row, choice in enumerate(choices):
+        assert choice.valid and math.isclose(choice.logprob, float(exact[row, choice.token]), abs_tol=1e-4)
+
+
+def floors_alike(device):
+    """The lowest logit that each cut leaves, with ties at it."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(12, 5000, generator=generator) * 2).round(decimals=1).to(device)
+    tops, temperatures = logits.amax(-1), torch.tensor([0.5, 1.0, 2.0] * 4).to(device)
+    scaled = (logits - tops[:, None]) / temperatures[:, None]
+    nothing = {"min_p": 0.0, "top_k": 5000, "top_p": 1.0}
+    for name, value, find in (
+        ("min_p", 0.05, _min_p_floor), ("top_k", 17, _top_k_floor), ("top_k", 4999, _top_k_floor),
+        ("top_p", 0.3, _top_p_floor), ("top_p", 0.99, _top_p_floor),
+    ):  # fmt: skip
+        settings = nothing | {name: value}
+        tensors = [torch.full_like(tops, settings[key]) for key in ("min_p", "top_k", "top_p")]
+        lowest = draws.floors(logits, tops, temperatures, tensors[0], tensors[1].int(), tensors[2])
+        theirs = find(scaled, tensors[list(nothing).index(name)][:, None])
+        assert torch.equal(scaled >= lowest[:, None], scaled >= theirs)
+    kept = draws.floors(logits, tops, torch.zeros_like(tops), tensors[0], tensors[1].int(), tensors[2] * 0.1)
+    assert (kept == -math.inf).all()  # greedy rows
+
+
+def invalid_rows_are_told(device):
+    """Rows of logits that are not numbers, among others."""
+    logits = torch.randn(4, 50)
+    logits[1, 3], logits[2, 9], logits[3] = math.nan, math.inf, -math.inf
+    rows = [SamplingRow(SamplingParams(temperature=number % 2), number, 0) for number in range(4)]
+    assert [choice.valid for choice in choose(logits.to(device), rows)] == [True, False, False, False]
