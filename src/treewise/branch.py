@@ -325,11 +325,8 @@ class Branch:
         """Return the node in which the path ends; the branch holds it from now on."""
         self._require_alive()
         if self.tip is None:
-            heir = self
-            while heir.tip is None:
-                heir = next(child for child in reversed(heir.all_children) if child.alive and child._is_heir)
             kv = self.tree.kv
-            self.tip = kv.hold(kv.prefix(heir.tip, self.num_tokens))
+            self.tip = kv.hold(kv.prefix(self._carrier(), self.num_tokens))
         return self.tip
 
     def grow(
@@ -372,10 +369,17 @@ class Branch:
         """Whether this is a fork of its parent's end; see `tip`."""
         return self.ordinal is not None and self.parent is not None and self.start == self.parent.num_tokens
 
+    def _carrier(self) -> Node:
+        """Return a node that a live branch holds, in which the path ends or goes on."""
+        branch = self
+        while branch.tip is None:
+            branch = next(child for child in reversed(branch.all_children) if child.alive and child._is_heir)
+        return branch.tip
+
     def _child(self, owner: Branch, at: int, ordinal: int | None) -> Branch:
         child = Branch(self.tree, owner, at, ordinal)
         kv = self.tree.kv
-        child.tip = kv.hold(kv.prefix(self.end(), at))
+        child.tip = kv.hold(kv.prefix(self._carrier(), at))
         lost = owner.logprobs[at - owner.start :]
         child.logprob = owner.logprob - sum(logprob for logprob in lost if logprob is not None)
         return child

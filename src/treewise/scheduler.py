@@ -133,6 +133,7 @@ class Scheduler:
         tips = [lane.tip() for lane in lanes]
         if self._steady is not None and self._steady.grow(lanes, tips):
             return self._steady.batch, self._steady.deliveries(lanes)
+        self._steady = None
         tip_of = dict(zip(lanes, tips, strict=True))
         ranked = sorted(lanes, key=attrgetter("tenant.rank"))
         queue = self._queue(ranked, {lane: _lacking(tip) for lane, tip in tip_of.items()})

@@ -317,6 +317,27 @@ def test_ended_branches_give_way_to_living_ones_and_can_go_on_later():
     idle(llm)
 
 
+def test_one_of_two_equal_requests_can_be_aborted():
+    """X09: requests are told apart by identity; X11: no memory is set aside for tokens that never come."""
+    llm = tiny_llm(MODEL, num_kv_slots=96)
+    params = SamplingParams(temperature=0, max_tokens=2**31, stop_token_ids=[greedy(MODEL, [1, 2, 3], 9)[-1]])
+
+    async def program(root):
+        [leaf] = await generate([root], params)
+        return leaf.token_ids
+
+    first, second = (llm.engine.add(program, [1, 2, 3]) for _ in range(2))
+    assert first.id != second.id
+    for _ in range(3):
+        llm.engine.step()
+    llm.engine.abort(first)
+    while llm.engine.requests:
+        llm.engine.step()
+    assert "aborted" in str(first.error)
+    assert second.result == greedy(MODEL, [1, 2, 3], len(second.result)) and len(second.result) <= 9
+    idle(llm)
+
+
 # ---------------------------------------------------------------------- one-child chains
 
 

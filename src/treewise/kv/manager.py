@@ -236,11 +236,11 @@ class KVManager:
             if node.start < keep:
                 self.cut(node, keep - node.start)  # its first part is looked at next
             return False
-        if not node.computed == len(self.pool.slots(node)) > 0:
-            return False
-        del node.tokens[node.computed :]  # what has no keys yet is worth nothing to others
-        node.last_used = next(self._clock)
-        return True
+        if node.computed:
+            self.pool.shrink(node, node.computed)
+            del node.tokens[node.computed :]  # what has no keys yet is worth nothing to others
+            node.last_used = next(self._clock)
+        return node.computed > 0
 
     def _remove(self, node: Node) -> None:
         self.pool.release(node)
