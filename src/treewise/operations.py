@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from treewise.branch import Branch, BranchTree, Decode, Observe, Operation
+from treewise.choices import Choice, choose
 from treewise.config import SamplingParams
 from treewise.controller import Drawing, Leaf, TreeView
-from treewise.sampler import Candidates, Choice, SamplingRow, choose, invalid_rows, log_probs, ranked
+from treewise.sampler import Candidates, SamplingRow, invalid_rows, log_probs, ranked
 from treewise.scheduler import Lane
 from treewise.text import Detokenizer
 

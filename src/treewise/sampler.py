@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
@@ -109,7 +108,7 @@ def _token_words(vocab_size: int, device: torch.device) -> Tensor:
     return _scramble32(torch.arange(vocab_size, dtype=torch.int32, device=device))  # [vocab]
 
 
-def _words(rows: Sequence[SamplingRow]) -> NDArray[np.int32]:
+def random_words(rows: Sequence[SamplingRow]) -> NDArray[np.int32]:
     """Random words of each row's token to come, [rows, 2].
 
     NOTE: two rows with one (key, position) get the same: a key must belong to one branch.
@@ -121,7 +120,7 @@ def _words(rows: Sequence[SamplingRow]) -> NDArray[np.int32]:
 
 def _gumbel(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor:
     """Gumbel noise [rows, vocab] that depends on (key, position, token id) and nothing else."""
-    halves = torch.from_numpy(_words(rows)).to(device)
+    halves = torch.from_numpy(random_words(rows)).to(device)
     bits = _token_words(vocab_size, device) * (halves[:, :1] | 1)
     bits += halves[:, 1:]
     uniform = _scramble32(bits).bitwise_and_(0x7FFFFFFF).to(torch.float32)
@@ -188,7 +187,7 @@ def _edit_logits(logits: Tensor, row: SamplingRow, eos_token_ids: Collection[int
         logits[tokens] -= torch.tensor(penalties, dtype=logits.dtype, device=device)
 
 
-def _edited(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int]) -> Tensor:
+def edited_logits(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int]) -> Tensor:
     """Return the logits after what comes before temperature: themselves, if no row asks for any of it."""
     edited = [i for i, row in enumerate(rows) if _is_edited(row)]
     if edited:
@@ -284,7 +283,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
     Tensor [rows] int64
         Token ids. Greedy rows take the lowest of equally likely ids.
     """
-    logits = _edited(logits, rows, eos_token_ids)
+    logits = edited_logits(logits, rows, eos_token_ids)
     tokens = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     # On a CPU blocks that fit its cache take half the time; a GPU wants all the work at once.
@@ -294,59 +293,3 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
         index = torch.tensor(block, device=logits.device)
         tokens[index] = _draw(logits[index], [rows[i] for i in block])
     return tokens
-
-
-class Choice(NamedTuple):
-    """The next token of one row.
-
-    Attributes
-    ----------
-    token : int
-    logprob : float
-        Its natural log-probability by the raw logits.
-    valid : bool
-        Whether the logits were numbers; the token means nothing otherwise.
-    """
-
-    token: int
-    logprob: float
-    valid: bool
-
-
-def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> list[Choice]:
-    """Choose the next token of each row, see `sample`, and bring what there is to know about it to the host at once."""
-    if logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
-        tokens, log_totals, invalid = _draw_fused(logits, rows, eos_token_ids)
-    else:
-        tokens, log_totals = sample(logits, rows, eos_token_ids), logits.logsumexp(dim=-1)
-        invalid = invalid_rows(logits)
-    logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_totals
-    packed = torch.stack((tokens.double(), logprobs.double(), (~invalid).double()), dim=1).tolist()
-    return [Choice(int(token), logprob, bool(valid)) for token, logprob, valid in packed]
-
-
-def _draw_fused(
-    logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `sample` does in few kernels; return tokens, log-sum-exp of the raw logits, and `invalid_rows`."""
-    # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
-    from treewise import draws
-
-    vocab_size = logits.shape[1]
-    params = [row.params for row in rows]
-    settings = np.array([[0.0 if p.is_greedy else p.temperature, p.min_p, p.top_p] for p in params], np.float32)
-    top_k = np.array([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], np.int32)
-    # All in one upload, and nothing waits for it.
-    host = torch.from_numpy(np.hstack((settings.view(np.int32), top_k[:, None], _words(rows))))
-    there = (host.pin_memory() if logits.is_cuda else host).to(logits.device, non_blocking=True).T.contiguous()
-    temperatures, min_p, top_p = there[:3].view(torch.float32)
-    edited = _edited(logits, rows, eos_token_ids)
-    tops = edited.amax(dim=-1)
-    if any(not p.is_greedy and (p.min_p > 0 or p.top_p < 1 or 0 < p.top_k < vocab_size) for p in params):
-        lowest = draws.floors(edited, tops, temperatures, min_p, there[3], top_p)
-    else:
-        lowest = torch.full_like(tops, -math.inf)
-    tokens, log_totals = draws.draw(edited, tops, temperatures, lowest, there[4:].T.contiguous())
-    if edited is logits:
-        return tokens, log_totals, ~tops.isfinite()
-    return tokens, logits.logsumexp(dim=-1), invalid_rows(logits)

@@ -7,8 +7,9 @@ import math
 import torch
 
 from treewise import draws
+from treewise.choices import choose
 from treewise.config import SamplingParams
-from treewise.sampler import SamplingRow, _min_p_floor, _top_k_floor, _top_p_floor, choose, log_probs, row_key, sample
+from treewise.sampler import SamplingRow, _min_p_floor, _top_k_floor, _top_p_floor, log_probs, row_key, sample
 
 PARAMS = [
     SamplingParams(temperature=0),

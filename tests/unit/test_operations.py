@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tiny import idle, tiny_llm
 
-from treewise import BeamSearchParams, SamplingParams, operations, sampler
+from treewise import BeamSearchParams, SamplingParams, choices, operations
 
 
 def test_all_requests_of_a_step_are_drawn_for_at_once(monkeypatch):
@@ -12,7 +12,7 @@ def test_all_requests_of_a_step_are_drawn_for_at_once(monkeypatch):
 
     def choose(logits, rows, eos_token_ids):
         calls.append(len(rows))
-        return sampler.choose(logits, rows, eos_token_ids)
+        return choices.choose(logits, rows, eos_token_ids)
 
     monkeypatch.setattr(operations, "choose", choose)
     llm = tiny_llm()

@@ -1,0 +1,70 @@
+"""The next tokens of many rows at once: drawn on the device, brought to the host in one copy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treewise.sampler import SamplingRow, edited_logits, invalid_rows, random_words, sample
+
+
+class Choice(NamedTuple):
+    """The next token of one row.
+
+    Attributes
+    ----------
+    token : int
+    logprob : float
+        Its natural log-probability by the raw logits.
+    valid : bool
+        Whether the logits were numbers; the token means nothing otherwise.
+    """
+
+    token: int
+    logprob: float
+    valid: bool
+
+
+def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> list[Choice]:
+    """Choose the next token of each row, see `sample`, and bring what there is to know about it to the host at once."""
+    if logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+        tokens, log_totals, invalid = _draw_fused(logits, rows, eos_token_ids)
+    else:
+        tokens, log_totals = sample(logits, rows, eos_token_ids), logits.logsumexp(dim=-1)
+        invalid = invalid_rows(logits)
+    logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_totals
+    packed = torch.stack((tokens.double(), logprobs.double(), (~invalid).double()), dim=1).tolist()
+    return [Choice(int(token), logprob, bool(valid)) for token, logprob, valid in packed]
+
+
+def _draw_fused(
+    logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `sample` does in few kernels; return tokens, log-sum-exp of the raw logits, and `invalid_rows`."""
+    # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
+    from treewise import draws
+
+    vocab_size = logits.shape[1]
+    params = [row.params for row in rows]
+    settings = np.array([[0.0 if p.is_greedy else p.temperature, p.min_p, p.top_p] for p in params], np.float32)
+    top_k = np.array([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], np.int32)
+    # All in one upload, and nothing waits for it.
+    host = torch.from_numpy(np.hstack((settings.view(np.int32), top_k[:, None], random_words(rows))))
+    there = (host.pin_memory() if logits.is_cuda else host).to(logits.device, non_blocking=True).T.contiguous()
+    temperatures, min_p, top_p = there[:3].view(torch.float32)
+    edited = edited_logits(logits, rows, eos_token_ids)
+    tops = edited.amax(dim=-1)
+    if any(not p.is_greedy and (p.min_p > 0 or p.top_p < 1 or 0 < p.top_k < vocab_size) for p in params):
+        lowest = draws.floors(edited, tops, temperatures, min_p, there[3], top_p)
+    else:
+        lowest = torch.full_like(tops, -math.inf)
+    tokens, log_totals = draws.draw(edited, tops, temperatures, lowest, there[4:].T.contiguous())
+    if edited is logits:
+        return tokens, log_totals, ~tops.isfinite()
+    return tokens, logits.logsumexp(dim=-1), invalid_rows(logits)
