@@ -172,25 +172,26 @@ class Batch:
     def tree_spec(self, kv: KVManager) -> tuple[TreeSpec, Slots]:
         """Return the forest that the rows see, and the slot of each of its tokens.
 
-        Nodes come parents first, each cut to what has keys after this step.
+        Nodes come parents first, in the order in which the rows reach them, each cut to what has keys after this step.
         """
-        nodes: dict[Node, None] = {}
+        place: dict[Node, int] = {}
         for span in self.spans:
+            path: list[Node] = []
             node: Node | None = span.node
-            while node is not None and node not in nodes:
-                nodes[node] = None
+            while node is not None and node not in place:
+                path.append(node)
                 node = node.parent
-        order = sorted(nodes, key=lambda node: (node.start, node.id))
-        place = {node: i for i, node in enumerate(order)}
-        lengths = [self.computed(node) for node in order]
+            for node in reversed(path):
+                place[node] = len(place)
+        lengths = [self.computed(node) for node in place]
         starts = np.array([span.start for span in self.spans], np.int64)
         spec = TreeSpec(
-            parent=[-1 if node.parent is None else place[node.parent] for node in order],
+            parent=[-1 if node.parent is None else place[node.parent] for node in place],
             length=lengths,
             query_node=np.repeat([place[span.node] for span in self.spans], self._lengths()),
             query_offset=np.repeat(starts, self._lengths()) + self._within_spans() + self.grown,
         )
-        slots = np.concatenate([kv.slots(node)[:length] for node, length in zip(order, lengths, strict=True)])
+        slots = np.concatenate([kv.slots(node)[:length] for node, length in zip(place, lengths, strict=True)])
         return spec, slots
 
     def _reserve(self, kv: KVManager) -> None:

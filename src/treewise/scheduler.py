@@ -193,27 +193,27 @@ class Scheduler:
     def _decode(self, queue: Sequence[Lane], tip_of: Mapping[Lane, Node]) -> tuple[Batch, list[Delivery]]:
         """Begin a batch with those at the head of the queue that lack just the token whose logits they want.
 
-        Many leaves take little longer in one go than one by one; where not all of them have room, none is taken.
+        Many leaves in one go take little longer than a few one by one; where not all of them have room, none is
+        taken. Siblings come together, as plans like it.
         """
-        places: dict[Node, int] = {}
-        owners: list[Tenant] = []
-        deliveries: list[Delivery] = []
+        families: dict[Node | None, dict[Node, Tenant]] = {}
+        head: list[Lane] = []
         for lane in queue[: self.max_num_rows]:
             tip = tip_of[lane]
             length = len(tip.tokens)
             if tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length:
                 break
-            place = places.setdefault(tip, len(places))
-            if place == len(owners):
-                if not tip.computed and _lacking(tip) > 1:
-                    del places[tip]
-                    break
-                owners.append(lane.tenant)
-            deliveries.append(Delivery(lane, lane.wanted, [place]))
+            if not tip.computed and _lacking(tip) > 1:
+                break
+            families.setdefault(tip.parent, {}).setdefault(tip, lane.tenant)
+            head.append(lane)
+        owners = {tip: tenant for family in families.values() for tip, tenant in family.items()}
         try:
-            return Batch.of_leaves(list(places), owners, self.kv), deliveries
+            batch = Batch.of_leaves(list(owners), list(owners.values()), self.kv)
         except OutOfSlots:
             return Batch(), []
+        place = {tip: i for i, tip in enumerate(owners)}
+        return batch, [Delivery(lane, lane.wanted, [place[tip_of[lane]]]) for lane in head]
 
     def _fits(self, lane: Lane, lacking: int, line: _Line) -> bool:
         """Whether all that `lane` lacks has room, with a page to go on for each path that has rows before it.

@@ -142,6 +142,21 @@ def test_forks_prunings_newcomers_and_cuts_end_a_batch():
     assert trees.step(leaves)[0] is not batch
 
 
+def test_rows_of_siblings_come_together():
+    trees = Trees([list(range(1, 40)), [9, 9]])
+    left, right = (branch.append([50 + i]) for i, branch in enumerate(trees.trees[0].root.fork(2)))
+    leaves = [branch.append([i]) for i, branch in enumerate([*left.fork(3), *right.fork(3)], 1)]
+    trees.step([*leaves, trees.trees[1].root])
+    leaves = [leaves[i] for i in (0, 3, 1, 4, 2, 5)]
+    grow(leaves)
+    batch, served = trees.step(leaves)
+    assert served == leaves
+    assert [span.node.tokens[0] for span in batch.spans] == [1, 2, 3, 4, 5, 6]
+    spec, slots = batch.tree_spec(trees.kv)
+    plan = plan_tree(spec, slots=slots, num_heads=2, num_kv_heads=1, head_dim=8)
+    assert plan.row_order.tolist() == list(range(6))
+
+
 def test_a_batch_is_kept_while_others_wait_for_room_and_no_longer():
     trees = Trees([list(range(1, 40)), list(range(50, 90)), [7] * 100], num_slots=12 * 16)
     running, waiting = [tree.root for tree in trees.trees[:2]], trees.trees[2].root

@@ -128,10 +128,6 @@ class ContiguousPool:
             del self._runs[node]
             self._free(run.start, run.start + run.capacity)
 
-    def release(self, node: Node) -> None:
-        """See `SlotPool.release`."""
-        self.shrink(node, 0)
-
     def take_copies(self) -> list[Copy]:
         """See `SlotPool.take_copies`."""
         copies, self._copies = self._copies, []

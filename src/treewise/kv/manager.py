@@ -243,7 +243,7 @@ class KVManager:
         return node.computed > 0
 
     def _remove(self, node: Node) -> None:
-        self.pool.release(node)
+        self.pool.shrink(node, 0)
         self.forest.remove(node)
 
     def _evictable(self) -> Iterable[Node]:

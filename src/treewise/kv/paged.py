@@ -164,10 +164,6 @@ class PagedPool:
         if not length:
             del self._runs[node]
 
-    def release(self, node: Node) -> None:
-        """See `SlotPool.release`."""
-        self.shrink(node, 0)
-
     def take_copies(self) -> list[Copy]:
         """See `SlotPool.take_copies`."""
         moves, self._moves = self._moves, {}

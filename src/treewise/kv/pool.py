@@ -85,10 +85,7 @@ class SlotPool(Protocol):
         """
 
     def shrink(self, node: Node, length: int) -> None:
-        """Take back the slots behind the first `length` tokens of `node`."""
-
-    def release(self, node: Node) -> None:
-        """Take back every slot that only `node` uses."""
+        """Take back the slots behind the first `length` tokens of `node`, as far as nobody else uses them."""
 
     def take_copies(self) -> list[Copy]:
         """Return the moves that extending and joining made necessary since the last call, in order."""
