@@ -21,6 +21,7 @@ from treewise.results import ProgramOutput, RequestOutput, Tree
 from treewise.runner import Runner
 from treewise.sampler import Candidates, row_key
 from treewise.search.beams import beams
+from treewise.sizing import default_slots
 from treewise.tree import Forest
 
 Prompt = str | Sequence[int]
@@ -30,9 +31,6 @@ Message = dict[str, str]
 
 KV_CACHE_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 """Element types of keys and values by name; ``None`` is the type of the weights."""
-
-CPU_POOL_BYTES = 2 << 30
-GPU_POOL_SHARE = 0.85
 
 
 class RequestsFailed(ValueError):
@@ -82,7 +80,10 @@ class LLM:
     max_num_rows : int
         The most rows of one step; longer prompts are taken in chunks.
     num_kv_slots : int, optional
-        Tokens that the pool can hold; by default what fits in 2 GiB, on a GPU in 85 % of its free memory.
+        Tokens that the pool can hold; by default what fits in 2 GiB, on a GPU what
+        `gpu_memory_utilization` leaves.
+    gpu_memory_utilization : float
+        Share of a GPU's memory that weights, the largest step and the pool may take together.
     enable_prefix_caching : bool
         Keep the keys of ended requests and share them by prefix.
     cuda_graphs : bool
@@ -111,6 +112,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_rows: int = 1024,
         num_kv_slots: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         cuda_graphs: bool = False,
         seed: int = 0,
@@ -133,7 +135,7 @@ class LLM:
         self.max_model_len = config.max_positions if max_model_len is None else max_model_len
         kv_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or causal_lm.dtype
         if num_kv_slots is None:
-            num_kv_slots = self._default_slots(causal_lm, kv_dtype, page_size)
+            num_kv_slots = default_slots(causal_lm, kv_dtype, page_size, max_num_rows, gpu_memory_utilization)
         slots = make_pool(pool, num_kv_slots, page_size)
         runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype, cuda_graphs)
         self.engine = Engine(
@@ -347,15 +349,6 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         return checked_tokens("prompt", prompt, self.tokenizer.vocab_size)
-
-    def _default_slots(self, model: CausalLM, kv_dtype: torch.dtype, page_size: int) -> int:
-        config = model.config
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
-        if model.device.type == "cuda":
-            room = int(torch.cuda.mem_get_info(model.device)[0] * GPU_POOL_SHARE)
-        else:
-            room = CPU_POOL_BYTES
-        return max(room // per_token // page_size, 2) * page_size
 
     # ------------------------------------------------------------------ results
 

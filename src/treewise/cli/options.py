@@ -40,6 +40,8 @@ class ModelOptions:
         The most rows of one step.
     num_kv_slots : int
         Tokens that the pool holds; sized by the memory there is if left out.
+    gpu_memory_utilization : float
+        Share of a GPU's memory that weights, the largest step and the pool may take together.
     enable_prefix_caching : bool
         Keep the keys and values of prompts that may come again.
     cuda_graphs : bool
@@ -58,6 +60,7 @@ class ModelOptions:
     max_model_len: int | None = None
     max_num_rows: int = 1024
     num_kv_slots: int | None = None
+    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     cuda_graphs: bool = False
     engine_seed: int = 0
