@@ -93,7 +93,7 @@ def test_rows_are_stored_where_they_belong(heads, dim):
     pool = torch.zeros(2, 40, heads, dim)
     new = torch.randn(5, 2, heads, dim).transpose(0, 1)  # rows are not contiguous
     slots = torch.tensor([39, 0, 7, 8, 20])
-    get_backend("triton", pool.device).store(new[0], new[1], pool[0], pool[1], slots)
+    get_backend("triton", pool.device).store((new[0], new[1]), (pool[0], pool[1]), slots)
     expected = torch.zeros_like(pool)
     expected[:, slots] = new
     torch.testing.assert_close(pool, expected, rtol=0, atol=0)

@@ -147,7 +147,7 @@ def test_rows_are_stored_where_they_belong(backend):
     k, v = torch.zeros(9, 2, 16), torch.zeros(9, 2, 16)
     k_new, v_new = torch.randn(4, 2, 16), torch.randn(4, 2, 16)
     slots = torch.tensor([8, 3, 0, 0])  # the scratch slot repeats
-    get_backend(backend, k.device).store(k_new, v_new, k, v, slots)
+    get_backend(backend, k.device).store((k_new, v_new), (k, v), slots)
     assert torch.equal(k[[8, 3]], k_new[:2]) and torch.equal(v[[8, 3]], v_new[:2])
     assert not k[[1, 2, 4, 5, 6, 7]].any()
     with pytest.raises(ValueError, match=r"slots must be int64; they are torch.int32"):
@@ -161,7 +161,7 @@ def test_what_does_not_fit_eight_bits_becomes_the_largest_that_does(backend):
     k, v = (torch.zeros(3, 2, 16).to(torch.float8_e4m3fn) for _ in range(2))
     new = torch.tensor([1e6, -1e6, 3.0, 0.0]).repeat(2, 2, 4)
     factor = torch.tensor([2.0, 0.5])
-    get_backend(backend, k.device).store(new, new, k, v, torch.tensor([2, 0]), factor, None)
+    get_backend(backend, k.device).store((new, new), (k, v), torch.tensor([2, 0]), (factor, None))
     assert k[2, 0].float()[:4].tolist() == [448.0, -448.0, 1.5, 0.0] and k[0, 1].float()[2] == 6.0
     assert v[0].float()[:, :4].tolist() == [[448.0, -448.0, 3.0, 0.0]] * 2 and not k[1].float().any()
 

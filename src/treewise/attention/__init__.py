@@ -146,7 +146,7 @@ def store_kv(
             f"they are {list(k_new.shape)} and {list(v_new.shape)}"
         )
     _check_factors(k, k_scale, v_scale)
-    get_backend(None, k.device).store(k_new, v_new, k, v, slots, k_scale, v_scale)
+    get_backend(None, k.device).store((k_new, v_new), (k, v), slots, (k_scale, v_scale))
 
 
 def _check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

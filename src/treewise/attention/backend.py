@@ -9,6 +9,10 @@ import torch
 
 from treewise.plan import Plan
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+Factors = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of keys and of values, float32 [kv_heads]."""
 FP8 = torch.float8_e4m3fn
 """The 8-bit element type that keys and values may have."""
 
@@ -95,14 +99,5 @@ class AttentionBackend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; see `treewise.attention.run_plan`. Returns the output and the LSE, None unless asked for or free."""
 
-    def store(
-        self,
-        k_new: torch.Tensor,
-        v_new: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slots: torch.Tensor,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> None:
+    def store(self, new: Pair, pool: Pair, slots: torch.Tensor, factors: Factors = (None, None)) -> None:
         """Write new rows into the pool; see `treewise.attention.store_kv`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from treewise.attention.backend import FP8, AttentionSpec, Scoring, quantise, read
+from treewise.attention.backend import FP8, AttentionSpec, Factors, Pair, Scoring, quantise, read
 from treewise.plan import Plan
 from treewise.plan.data import ENTRY, FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
 from treewise.plan.partition import ALONE, BATCH
@@ -104,22 +104,13 @@ class CPUBackend:
         result_lse[work.order] = lse.flatten(1, 2)
         return result, result_lse
 
-    def store(
-        self,
-        k_new: torch.Tensor,
-        v_new: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slots: torch.Tensor,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> None:
+    def store(self, new: Pair, pool: Pair, slots: torch.Tensor, factors: Factors = (None, None)) -> None:
         """See `AttentionBackend`."""
-        for new, pool, factor in ((k_new, k, k_scale), (v_new, v, v_scale)):
-            rows = quantise(new, pool, factor)
-            if pool.dtype == FP8:  # not every operation knows the type
-                rows, pool = rows.view(torch.uint8), pool.view(torch.uint8)
-            pool.index_copy_(0, slots, rows)
+        for rows, target, factor in zip(new, pool, factors, strict=True):
+            narrow = quantise(rows, target, factor)
+            if target.dtype == FP8:  # not every operation knows the type
+                narrow, target = narrow.view(torch.uint8), target.view(torch.uint8)
+            target.index_copy_(0, slots, narrow)
 
 
 def _attend(

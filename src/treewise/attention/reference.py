@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from treewise.attention.backend import AttentionSpec, Scoring, quantise, read
+from treewise.attention.backend import AttentionSpec, Factors, Pair, Scoring, quantise, read
 from treewise.plan import Plan
 from treewise.plan.data import KV_END, KV_START, ROW_HIGH, ROW_LOW
 
@@ -46,20 +46,12 @@ class ReferenceBackend:
         result[order], result_lse[order] = out.to(q.dtype), lse.float()
         return result, result_lse
 
-    def store(
-        self,
-        k_new: torch.Tensor,
-        v_new: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slots: torch.Tensor,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> None:
+    def store(self, new: Pair, pool: Pair, slots: torch.Tensor, factors: Factors = (None, None)) -> None:
         """See `AttentionBackend`."""
-        new_k, new_v = quantise(k_new, k, k_scale), quantise(v_new, v, v_scale)
-        for row, slot in enumerate(slots.tolist()):
-            k[slot], v[slot] = new_k[row], new_v[row]
+        for rows, target, factor in zip(new, pool, factors, strict=True):
+            narrow = quantise(rows, target, factor)
+            for row, slot in enumerate(slots.tolist()):
+                target[slot] = narrow[row]
 
 
 def merge(

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from treewise.attention import kernels
-from treewise.attention.backend import FP8, AttentionSpec, Scoring, read
+from treewise.attention.backend import FP8, AttentionSpec, Factors, Pair, Scoring, read
 from treewise.plan import Plan
 from treewise.plan.data import FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
 from treewise.plan.layout import ranges
@@ -128,7 +128,7 @@ class TritonBackend:
         """Start the kernel of one launch; a dependent one need not wait for those before it."""
         plan, scoring, q, k, v, on = step.plan, step.scoring, step.q, step.k, step.v, step.plan.tensors
         kernel = kernels.attend_alone if plan.method == "vanilla" else kernels.attend_items
-        k_scale, v_scale = _factors(scoring, k)
+        k_scale, v_scale = _both((scoring.k_scale, scoring.v_scale), k)
         scale_log2, cap_log2 = scoring.scale * LOG2_E, 0.0
         if scoring.soft_cap is not None:
             scale_log2, cap_log2 = 2 * scale_log2 / scoring.soft_cap, scoring.soft_cap * LOG2_E
@@ -147,24 +147,15 @@ class TritonBackend:
             num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=dependent,
         )  # fmt: skip
 
-    def store(
-        self,
-        k_new: torch.Tensor,
-        v_new: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slots: torch.Tensor,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-    ) -> None:
+    def store(self, new: Pair, pool: Pair, slots: torch.Tensor, factors: Factors = (None, None)) -> None:
         """See `AttentionBackend`."""
-        heads, dim = k.shape[1:]
-        factors = _factors(Scoring(1.0, None, k_scale, v_scale), k)
+        heads, dim = pool[0].shape[1:]
+        both = _both(factors, pool[0])
+        strides = (stride for tensor in (*new, *pool) for stride in tensor.stride()[:2])
         kernels.store_rows[(len(slots),)](
-            k_new, v_new, k, v, *factors, slots,
-            *k_new.stride()[:2], *v_new.stride()[:2], *k.stride()[:2], *v.stride()[:2], torch.finfo(k.dtype).max,
+            *new, *pool, *both, slots, *strides, torch.finfo(pool[0].dtype).max,
             DIM=dim, DIM_PAD=triton.next_power_of_2(dim), HEADS=heads, HEADS_PAD=triton.next_power_of_2(heads),
-            SCALED=factors[0] is not None, LIMITED=k.dtype == FP8,
+            SCALED=both[0] is not None, LIMITED=pool[0].dtype == FP8,
         )  # fmt: skip
 
 
@@ -216,13 +207,12 @@ def _dim_pad(plan: Plan) -> int:
     return int(max(16, triton.next_power_of_2(plan.head_dim)))
 
 
-def _factors(scoring: Scoring, k: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _both(factors: Factors, k: torch.Tensor) -> Factors:
     """Return both factors, or neither."""
-    k_scale, v_scale = scoring.k_scale, scoring.v_scale
-    if (k_scale is None) != (v_scale is None):
-        ones = torch.ones(k.shape[1], device=k.device)
-        return (ones, v_scale) if k_scale is None else (k_scale, ones)
-    return k_scale, v_scale
+    if (factors[0] is None) == (factors[1] is None):
+        return factors
+    ones = torch.ones(k.shape[1], device=k.device)
+    return (ones, factors[1]) if factors[0] is None else (factors[0], ones)
 
 
 @functools.cache
