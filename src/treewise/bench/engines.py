@@ -108,8 +108,9 @@ class VLLM:
     def generate(self, prompts: Sequence[Sequence[int]], n: int, new_tokens: int, seed: int) -> int:
         """See `OtherEngine.generate`."""
         self.llm.reset_prefix_cache()
+        # No seed: a seed a request would make it draw for each request by itself.
         params = self.package.SamplingParams(
-            n=n, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, seed=seed
+            n=n, temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(asked, params, use_tqdm=False)
