@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from tiny import tiny_llm, tiny_model
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from treewise.bench import compare
 from treewise.bench.case import Case
-from treewise.bench.meter import Step, distinct_tokens
+from treewise.bench.meter import Meter, Step, distinct_tokens
 from treewise.bench.runs import Watched, random_prompt
 from treewise.bench.steps import Weights, percentiles, summarise
 from treewise.bench.subject import Subject
@@ -136,6 +137,17 @@ def test_samples_count_every_byte(run):
     assert radix["times_first"] == 1 and node["times_first"] == pytest.approx(node["whole_s"] / radix["whole_s"])
     assert result["dtype"] == "float32" and result["branches"] == 3 and result["published_kv_tb"] is None
     assert "times first" in said and "of floor" not in said
+
+
+def test_windows_bound_what_is_counted():
+    llm = tiny_llm(tiny_model(windows=(None, 4)), enable_prefix_caching=False)
+    [case], _ = find_cases("samples", Path(), prompt_tokens=10, branches=2, new_tokens=4)
+    steps = [step for step in Meter(llm).run(case.program, range(1, 11)) if step.rows and not step.prompt]
+    token = 2 * 2 * 8 * 4  # of one layer
+    for number, step in enumerate(steps, 1):
+        assert step.unique_kv == token * ((10 + 2 * number) + (2 * number + 4 - number))
+        assert step.query_kv == token * step.pairs == token * (2 * (10 + number) + 2 * 4)
+    assert [step.rows for step in steps] == [step.logit_rows for step in steps] == [2, 2, 2]
 
 
 def test_few_shot_replays_its_schedule(run):
