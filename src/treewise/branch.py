@@ -103,6 +103,8 @@ class BranchTree:
         tips = []
         for branch in branches:
             branch.state = state
+            if branch.pruned and branch.ordinal is not None and branch.parent is not None:
+                branch.parent.num_children -= 1
             del self.alive[branch]
             if branch.tip is not None:
                 tips.append(branch.tip)
@@ -155,6 +157,7 @@ class Branch:
         self.candidates: list[Candidates | None] = []
         self.logprob = 0.0
         self.all_children: list[Branch] = []
+        self.num_children = 0  # of which were not pruned
         self.state: str = "live"
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -195,6 +198,7 @@ class Branch:
         for _ in range(n):
             child = self._child(owner, at, len(owner.all_children))
             owner.all_children.append(child)
+            owner.num_children += 1
             new.append(child)
         if new and at == owner.num_tokens:
             owner.num_heirs += n

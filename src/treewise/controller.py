@@ -322,6 +322,9 @@ class Replay:
         ranks = [[0] if tree.depth < span.end else starts for span, starts in live]
         if not any(ranks):
             return None
-        ranked = tree.logits.topk(1 + max(max(own, default=0) for own in ranks), dim=-1).indices
+        most, vocab_size = 1 + max(max(own, default=0) for own in ranks), tree.logits.shape[-1]
+        if most > vocab_size:
+            raise ValueError(f"Replay: a node branches in {most}, more than the vocabulary's {vocab_size} tokens")
+        ranked = tree.logits.topk(most, dim=-1).indices
         parents = [i for i, own in enumerate(ranks) for _ in own]
         return Rows(parents, ranked[parents, [rank for own in ranks for rank in own]])

@@ -347,7 +347,7 @@ class DecodeRun:
     def _prune(self, leaf: Branch) -> None:
         """Give up a leaf, and what this operation forked and leads nowhere any more; never what others go on from."""
         branch: Branch | None = leaf
-        while branch is not None and not branch.children:
+        while branch is not None and not branch.num_children:
             branch.prune(f"{type(self.controller).__name__} step {self.depth}")
             branch = None if branch in self.given or branch.parent in self.given else branch.parent
 

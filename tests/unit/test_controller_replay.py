@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from language_model import grow, random_model
 
-from treewise.controller import Replay
+from treewise.controller import Leaf, Replay, TreeView
 from treewise.replay import Schedule
 
 MODEL = random_model(17)
@@ -63,3 +64,9 @@ def test_a_long_recording_can_be_cut_short():
     finished, live = grow(MODEL, Replay(SCHEDULE, max_tokens=5), [1])
     assert not live
     assert [leaf.num_tokens for leaf in finished] == [5, 5, 5]
+
+
+def test_a_node_with_more_children_than_there_are_tokens_is_refused():
+    with pytest.raises(ValueError, match="Replay: a node branches in 9, more than the vocabulary's 4 tokens"):
+        replay = Replay(Schedule.few_shot(5, 9, 3))
+        replay.step(TreeView([Leaf()], torch.zeros(1, 4)), torch.zeros(1, 4))
