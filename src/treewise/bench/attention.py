@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 import torch
 from cyclopts import Parameter
 
-from treewise.attention import METHODS, TreeSpec, plan_tree, run_plan
+from treewise.attention import BACKENDS, METHODS, TreeSpec, plan_tree, run_plan
 from treewise.bench.chart import check_matplotlib, draw
 from treewise.bench.contender import Contender, Job
 from treewise.bench.floors import Machine
@@ -33,6 +33,7 @@ MOST_PAIRS = 10**8
 def attention(
     *,
     methods: str = "radix,deft:node_chunk,deft:flatten",
+    backends: str = "",
     trees: str = "few-shot,deep,tot,drafted",
     peers: str = "",
     peers_path: Path | None = None,
@@ -55,6 +56,9 @@ def attention(
     ----------
     methods
         Names with commas between, or all.
+    backends
+        Run each method on each of these: reference, cpu, triton, hopper, with commas between; the device's own if left
+        out.
     trees
         Names with commas between, of a tree or of a set: few-shot, few-shot-50, cpu-few-shot, deep, tot, drafted,
         drafted-256; fasttree, deft, prefill, large, unshared. Others are written 1/20:4000/200 (nodes a level, tokens
@@ -88,7 +92,8 @@ def attention(
         raise ValueError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     element, shape = DTYPES[dtype], (*read_heads(heads), head_dim)
     names = _choose("methods", methods, (*METHODS, "auto")) if methods != "all" else METHODS
-    contenders: list[Contender] = [Method(name, page_size) for name in names]
+    asked_backends = _choose("backends", backends, BACKENDS) if backends else [None]
+    contenders: list[Contender] = [Method(name, page_size, backend) for name in names for backend in asked_backends]
     if peers_path is not None:
         search_path(peers_path)
     asked = [PEERS[name] for name in _choose("peers", peers, tuple(PEERS))] if peers else []
@@ -145,8 +150,14 @@ def attention(
 class Method:
     """One of our methods, as `treewise.bench.contender.Contender` describes it."""
 
-    name: str
+    method: str
     page_size: int = 1
+    backend: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in results: the method, and the backend if one was asked for."""
+        return self.method if self.backend is None else f"{self.method} on {self.backend}"
 
     def missing(self, device: torch.device) -> str | None:
         """Say why it cannot run on a device: it always can."""
@@ -155,12 +166,12 @@ class Method:
     def prepare(self, tree: TreeSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Job:
         """Plan, unless the method has to go through too many pairs."""
         pairs = tree.num_queries * tree.num_tokens
-        if self.name in WHOLE and pairs > MOST_PAIRS:
-            raise ValueError(f"reads {WHOLE[self.name]}, {pairs / 1e6:.0f} million")
+        if self.method in WHOLE and pairs > MOST_PAIRS:
+            raise ValueError(f"reads {WHOLE[self.method]}, {pairs / 1e6:.0f} million")
         make = partial(
             plan_tree,
             tree,
-            self.name,
+            self.method,
             num_heads=q.shape[1],
             num_kv_heads=k.shape[1],
             head_dim=q.shape[2],
@@ -170,7 +181,7 @@ class Method:
         )
         plan = make()
         moved = plan.io(q.dtype)
-        run = cast(Callable[[], torch.Tensor], partial(run_plan, plan, q, k, v))
+        run = cast(Callable[[], torch.Tensor], partial(run_plan, plan, q, k, v, backend=self.backend))
         return Job(run, make, facts={"kv_mb": moved.kv / 1e6, "io_mb": moved.total / 1e6})
 
 
