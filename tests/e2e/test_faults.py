@@ -39,6 +39,19 @@ def test_b01_a_warm_up_that_ended_on_a_stop_string_changes_nothing(llm):
         assert all(output.tree.usage.cached_tokens > 0 for output in outputs)
 
 
+@pytest.mark.parametrize("n", [3, 6])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_b07_branches_that_do_not_fit_together_take_turns(llm, n, temperature):
+    small = LLM("smollm2-135m", dtype="float32", device="cpu", num_kv_slots=80)  # one branch needs 40 tokens or so
+    params = SamplingParams(n=n, temperature=temperature, max_tokens=24, ignore_eos=True, seed=7)
+    prompt = "Once upon a time there was a small engine that decoded trees."
+    [ample], [starved] = (some.generate([prompt], params) for some in (llm, small))
+    assert [branch.token_ids for branch in starved.outputs] == [branch.token_ids for branch in ample.outputs]
+    small.engine.kv.clear_cache()
+    small.engine.check_integrity()
+    assert small.engine.kv.pool.num_free == small.engine.kv.num_slots
+
+
 @pytest.mark.parametrize(("context", "continuation"), [("Ans", "wer"), ("hello wor", "ld")])
 def test_b11_scoring_across_a_token_join(llm, context, continuation):
     """The continuation is tokenised on its own, so it always has tokens and a finite score."""
