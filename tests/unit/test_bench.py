@@ -95,6 +95,7 @@ def test_attention_bench_ends_in_json(capsys, tmp_path):
     ours = next(row for row in result["results"] if row["method"] == "deft:flatten")
     theirs = next(row for row in result["results"] if row["method"] == "sdpa")
     assert ours["best_peer"] == "sdpa" and ours["plan_us"] > 0 and theirs["plan_us"] is None
+    assert ours["why"] == "asked for by name"
     assert ours["against_peer"] == pytest.approx(theirs["run_us"] / ours["run_us"])
     assert ours["of_floor"] == pytest.approx(ours["run_us"] / ours["practical_floor_us"])
     assert ours["practical_floor_us"] >= ours["flop_floor_us"] > 0 < ours["floor_us"]
@@ -105,6 +106,7 @@ def test_attention_bench_ends_in_json(capsys, tmp_path):
 def test_sdpa_serves_every_tree(capsys, trees):
     result, _ = run_attention(capsys, "--methods", "auto", "--peers", "sdpa", "--trees", trees)
     assert [row["method"] for row in result["results"]] == ["auto", "sdpa"]
+    assert "predicted" in result["results"][0]["why"]
     assert all(row["error"] < 1e-5 for row in result["results"])
 
 

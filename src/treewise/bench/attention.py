@@ -182,7 +182,7 @@ class Method:
         plan = make()
         moved = plan.io(q.dtype)
         run = cast(Callable[[], torch.Tensor], partial(run_plan, plan, q, k, v, backend=self.backend))
-        return Job(run, make, facts={"kv_mb": moved.kv / 1e6, "io_mb": moved.total / 1e6})
+        return Job(run, make, facts={"kv_mb": moved.kv / 1e6, "io_mb": moved.total / 1e6, "why": plan.why})
 
 
 def measure(

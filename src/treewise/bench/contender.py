@@ -30,7 +30,7 @@ class Job:
     run: Callable[[], torch.Tensor]
     plan: Callable[[], object] | None = None
     rows: torch.Tensor | None = None
-    facts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
 
 
 class Contender(Protocol):
