@@ -5,6 +5,7 @@ import torch
 from model_files import REAL_MODELS, DenseAttention, run_dense
 
 from treewise.models import load_model
+from treewise.ops import rotate
 from treewise.models.load import locate
 from treewise.models.weights import Checkpoint
 
@@ -43,10 +44,10 @@ def test_first_layer_of_a_grouped_query_llama_from_gguf_equals_transformers(mode
     seen = {}
 
     class Recording(DenseAttention):
-        def __call__(self, layer, q, k, v):
+        def __call__(self, layer, heads):
             if layer == 0:
-                seen.update(q=q, k=k)
-            return super().__call__(layer, q, k, v)
+                seen.update(zip("qkv", rotate(heads, model.config.num_kv_heads), strict=True))
+            return super().__call__(layer, heads)
 
     run_dense(model, tokens, attention=Recording(model.config))
     layer = theirs.model.layers[0]
