@@ -5,9 +5,9 @@ import torch
 from model_files import REAL_MODELS, DenseAttention, run_dense
 
 from treewise.models import load_model
-from treewise.ops import rotate
 from treewise.models.load import locate
 from treewise.models.weights import Checkpoint
+from treewise.ops import rotate
 
 pytestmark = pytest.mark.slow
 TEXT = "The quick brown fox jumps over the lazy dog, and 12,345 others — 你好 👍 — look on.\n\n"
