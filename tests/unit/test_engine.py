@@ -633,10 +633,35 @@ def test_bad_options_are_refused_by_name():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_batched_greedy_on_a_gpu_is_each_sequence_alone(method):
+def test_batched_greedy_on_a_gpu_is_each_sequence_alone(method, cuda_graphs):
     model = tiny_model().to("cuda")
-    llm = tiny_llm(model, attention=method, device="cuda", max_num_rows=50)
+    llm = tiny_llm(model, attention=method, device="cuda", max_num_rows=50, cuda_graphs=cuda_graphs)
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected()
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected(), "with a warm cache"
     idle(llm)
+
+
+@pytest.mark.gpu
+def test_trees_fork_and_are_pruned_between_replays_of_a_graph():
+    async def grow(root):
+        frontier = root.fork(3)
+        for _ in range(4):
+            await generate(frontier, SamplingParams(temperature=1.0, max_tokens=7, ignore_eos=True))
+            frontier = [child for branch in frontier[:2] for child in branch.fork(2)]
+        return [branch.token_ids for branch in frontier]
+
+    model = tiny_model().to("cuda")
+    engines = [tiny_llm(model, device="cuda", cuda_graphs=graphs) for graphs in (False, True)]
+    eager, captured = (llm.run(grow, [list(range(1, 40)), [5] * 9], seed=1) for llm in engines)
+    assert [output.value for output in captured] == [output.value for output in eager]
+    graphs = engines[1].engine.runner.graphs
+    assert graphs.num_replays > 2 * graphs.num_captures > 0
+    for llm in engines:
+        idle(llm)
+
+
+def test_graphs_need_a_gpu():
+    with pytest.raises(ValueError, match="cuda_graphs: the model is on cpu; they need cuda"):
+        tiny_llm(MODEL, cuda_graphs=True)
