@@ -183,7 +183,8 @@ class Scheduler:
             for lane in lanes:
                 (decoding if lacking[lane] <= 1 else starting).append(lane)
             wanted = sum(lacking[lane] for lane in starting)
-            first = max(0, left - min(wanted, left // PROMPT_SHARE))
+            share = max(1, left // PROMPT_SHARE) if left > 1 else 0
+            first = left - min(wanted, share)
             if len(decoding) > first:
                 decoding = _in_turns(decoding)
             queue += decoding[:first] + starting + decoding[first:]

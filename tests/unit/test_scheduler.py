@@ -194,22 +194,25 @@ def test_a_batch_is_never_taken_for_another_kind_of_growth():
 # ---------------------------------------------------------------------- rows
 
 
-def test_a_long_prompt_goes_on_beside_decoders_that_would_fill_the_step():
-    trees = Trees([[1, 2, 3], list(range(1, 101))], max_num_rows=8)
+@pytest.mark.parametrize(("max_num_rows", "share"), [(8, 2), (3, 1), (2, 1)])
+def test_a_long_prompt_goes_on_beside_decoders_that_would_fill_the_step(max_num_rows, share):
+    trees = Trees([[1, 2, 3], list(range(100, 0, -1))], max_num_rows=max_num_rows)
     leaves = trees.trees[0].root.fork(20)
     for i, leaf in enumerate(leaves):
         leaf.append([1 + i])
+    waiting = leaves
+    while waiting:
+        served = trees.step(waiting)[1]
+        waiting = [leaf for leaf in waiting if leaf not in served]
+    grow(leaves)
     long = trees.trees[1].root
-    for _ in range(60):
-        lacking = 100 - sum(node.computed for node in trees.kv.forest.path(long.tip))
+    for step in range(1, 100):
         _, served = trees.step([*leaves, long])
         if long in served:
             break
-        assert 0 < len(served) <= 6, "decoding goes on as well"
-        assert lacking - 2 >= 100 - sum(node.computed for node in trees.kv.forest.path(long.tip))
+        assert long.tip.computed == step * share and len(served) == max_num_rows - share
         grow(served)
-    else:
-        pytest.fail("the prompt was never computed")
+    assert 99 // share <= step <= 99 // share + 1
 
 
 def test_a_wide_tree_does_not_keep_the_rows_from_a_later_one():
