@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,9 @@ Message = dict[str, str]
 
 KV_CACHE_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 """Element types of keys and values by name; ``None`` is the type of the weights."""
+
+
+logger = logging.getLogger("treewise")
 
 
 class RequestsFailed(ValueError):
@@ -147,6 +151,7 @@ class LLM:
             seed,
         )
         self._streams: dict[BranchTree, deque[str]] = {}
+        logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.describe().items()))
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -282,6 +287,29 @@ class LLM:
     def cache_statistics(self) -> CacheStatistics:
         """What the prefix cache was asked for, and what it had, so far."""
         return replace(self.engine.kv.statistics)
+
+    def describe(self) -> dict[str, str | int]:
+        """Tell what was loaded and what it can hold; logged at start under the name ``treewise``.
+
+        Returns
+        -------
+        dict
+            Model, types, device, attention method; bytes of the weights; tokens of the KV pool and bytes of each;
+            the longest context and the most rows of a step.
+        """
+        runner, model = self.engine.runner, self.engine.runner.model
+        return {
+            "model": self.model_name,
+            "dtype": str(runner.dtype).removeprefix("torch."),
+            "kv_dtype": str(runner.kv_dtype).removeprefix("torch."),
+            "device": str(runner.device),
+            "attention": runner.attention,
+            "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
+            "kv_tokens": self.engine.kv.num_slots,
+            "kv_bytes_per_token": runner.kv_bytes_per_token,
+            "max_model_len": self.max_model_len,
+            "max_num_rows": self.engine.scheduler.max_num_rows,
+        }
 
     # ------------------------------------------------------------------ requests
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -19,6 +20,15 @@ def test_a_pool_on_a_cpu_takes_two_gibibytes():
     assert slots == (2 << 30) // 256
     assert default_slots(model, torch.float16, 64, 1024, 0.9) == 2 * slots
     assert tiny_llm(model, num_kv_slots=None, page_size=16).engine.kv.pool.num_slots in (slots, slots - 16)
+
+
+def test_what_was_loaded_is_told(caplog):
+    caplog.set_level(logging.INFO, "treewise")
+    llm = tiny_llm(num_kv_slots=176, page_size=16, max_num_rows=50, attention="radix")
+    told = llm.describe()
+    assert told == told | {"model": "TinyForCausalLM", "kv_tokens": 160, "kv_bytes_per_token": 256, "max_num_rows": 50}
+    assert told["weight_bytes"] == sum(weight.numel() * 4 for weight in llm.engine.runner.model.parameters())
+    assert "kv_tokens 160" in caplog.text and "attention radix" in caplog.text
 
 
 class OnGPU:
