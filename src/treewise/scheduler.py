@@ -330,6 +330,8 @@ class _Line:
         places = self._in_line()
         own = self.place(lane)
         while not self._preemption.free(num_slots):
+            if own not in places:  # it has rows and was passed over: it takes no more in this step
+                return False
             last, branches = places.popitem()
             if last == own:
                 places[own] = branches

@@ -7,10 +7,11 @@ import pytest
 from tiny import Bytes, dense_logits, greedy, idle, tiny_llm, tiny_model
 
 from treewise import Rows, SamplingParams, decode, generate
+from treewise.batch import Batch
 from treewise.branch import BranchTree
 from treewise.kv import KVManager, make_pool
 from treewise.plan import plan_tree
-from treewise.scheduler import Lane, Scheduler
+from treewise.scheduler import Lane, Scheduler, _Line
 from treewise.tree import Forest
 
 MODEL = tiny_model(max_positions=600)
@@ -333,6 +334,22 @@ def test_ended_branches_give_way_to_living_ones_and_can_go_on_later():
         assert after.token_ids == before.token_ids + greedy(MODEL, before.path_tokens, 8)
     assert llm.engine.scheduler.num_preemptions > 0
     idle(llm)
+
+
+def test_who_was_passed_over_robs_nobody():
+    """Two lanes at one place, of which the first has rows: the second does not take from those before it."""
+    trees = Trees([[1] * 20, [2] * 20, [3] * 20])
+    roots = [tree.root for tree in trees.trees]
+    trees.step(roots)
+    grow(roots)
+    lanes = [*trees.lanes(roots), *trees.lanes(roots[2:])]
+    tips = {lane: lane.tip() for lane in lanes}
+    line = _Line(trees.kv, lanes, tips, trees.trees, Batch())
+    line.served.add(line.place(lanes[2]))
+    assert not line.give_way(lanes[1], 1)
+    assert not line.give_way(lanes[3], 1)
+    assert line.give_way(lanes[0], 1) and tips[lanes[1]].computed < 20
+    assert tips[lanes[0]].computed == tips[lanes[2]].computed == 20
 
 
 def test_one_of_two_equal_requests_can_be_aborted():
