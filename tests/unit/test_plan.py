@@ -278,6 +278,7 @@ def test_a_plan_that_grew_is_the_plan_of_the_grown_tree(parent, leaf, window, ch
             seen[:, 0] = expected[:, 0] = 0 if step < 3 else expected[:, 0]  # room has slot 0 until it is used
             np.testing.assert_array_equal(seen, expected)
             assert plan.row_position.tolist() == fresh.row_position.tolist()
+            assert window or plan.method != fresh.method or plan.io().kv_once == fresh.io().kv_once
             assert plan.num_slots == fresh.num_slots
         check_form(plan)
         with pytest.raises(ValueError, match="room is used up: the plan was made for 3 more tokens a branch"):

@@ -209,6 +209,8 @@ class Plan:
         heads = self.num_kv_heads if heads is None else heads
         rows = (self.items[:, ROW_HIGH] - self.items[:, ROW_LOW]).astype(np.int64)
         tokens = (self.items[:, KV_END] - self.items[:, KV_START]).astype(np.int64)
+        unused = np.sort(self.room[self.grown :], axis=None)  # nobody sees them yet
+        tokens -= np.searchsorted(unused, self.items[:, KV_END]) - np.searchsorted(unused, self.items[:, KV_START])
         token_bytes = 2 * heads * self.head_dim * kv_size * layers
         row_values = self.num_heads * self.head_dim * layers
         unfused = self.method == "medusa"
@@ -228,7 +230,7 @@ class Plan:
         metadata += self.reduce_rows.nbytes + self.reduce_indptr.nbytes + self.reduce_entries.nbytes
         return IO(
             kv=token_bytes * int((tokens * -(-rows // self.row_tile)).sum()),
-            kv_once=token_bytes * int(self.group_tokens.sum()),
+            kv_once=token_bytes * (int(self.group_tokens.sum()) - len(unused)),
             queries=int(rows.sum()) * row_values * size,
             scores=scores,
             partials=partials,
