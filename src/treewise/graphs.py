@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.attention import Plan
-from treewise.attention.buffers import PlanBuffers
 from treewise.plan.data import upload
 
 Plans = Mapping[int | None, Plan]
@@ -36,6 +35,9 @@ class StepGraph:
     """
 
     def __init__(self, compute: Compute, capture: Capture, rows: int, plans: Plans, spare_slot: int) -> None:
+        # Imported here because Triton is not there on every machine.
+        from treewise.attention.buffers import PlanBuffers
+
         self.rows = rows
         self.spare_slot = spare_slot
         self._plans = plans

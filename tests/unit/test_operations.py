@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from tiny import idle, tiny_llm
 
 from treewise import BeamSearchParams, SamplingParams, choices, operations
@@ -28,3 +33,15 @@ def test_all_requests_of_a_step_are_drawn_for_at_once(monkeypatch):
     llm.beam_search(prompts, BeamSearchParams(beam_width=2, max_tokens=3))
     assert not calls  # this controller chooses by itself
     idle(llm)
+
+
+def test_a_cpu_needs_no_triton():
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from tiny import tiny_llm\n"
+        "print(len(tiny_llm().generate(['Once'])[0].outputs[0].token_ids))"
+    )
+    tests = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout) > 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ class ModelOptions:
         # What lives as long as the process need not be searched for garbage: a third of a step's bookkeeping otherwise.
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)
         return llm
 
 
