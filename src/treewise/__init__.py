@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treewise.branch import Branch, call, decode, gather, generate, keep, score
+    from treewise.budgets import BudgetExceeded, Cancelled, limit
     from treewise.config import BeamSearchParams, SamplingParams
     from treewise.controller import BeamSearch, Controller, Greedy, Rows, Sample, TreeView
+    from treewise.grammar import Grammar
     from treewise.llm import LLM, RequestsFailed
 
 __version__ = "0.1.0"
@@ -20,8 +22,10 @@ __version__ = "0.1.0"
 # Imported on first use: the command line answers `--help` without loading torch.
 _HOMES = {
     "treewise.branch": ("Branch", "call", "decode", "gather", "generate", "keep", "score"),
+    "treewise.budgets": ("BudgetExceeded", "Cancelled", "limit"),
     "treewise.config": ("BeamSearchParams", "SamplingParams"),
     "treewise.controller": ("BeamSearch", "Controller", "Greedy", "Rows", "Sample", "TreeView"),
+    "treewise.grammar": ("Grammar",),
     "treewise.llm": ("LLM", "RequestsFailed"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
@@ -31,7 +35,10 @@ __all__ = [
     "BeamSearch",
     "BeamSearchParams",
     "Branch",
+    "BudgetExceeded",
+    "Cancelled",
     "Controller",
+    "Grammar",
     "Greedy",
     "RequestsFailed",
     "Rows",
@@ -43,6 +50,7 @@ __all__ = [
     "gather",
     "generate",
     "keep",
+    "limit",
     "score",
 ]
 

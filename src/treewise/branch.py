@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from treewise.config import SamplingParams
 from treewise.controller import Controller, Sample
@@ -438,6 +438,10 @@ class Operation(Awaitable[Result], Generic[Result]):
         """Hand the operation to the engine and wait for its result."""
         return (yield self)
 
+    def __str__(self) -> str:
+        """Say what is under way, for messages."""
+        return f"awaiting {type(self).__name__}"
+
 
 class Decode(Operation[list[Branch]]):
     """Decode below `branches` as `controller` decides."""
@@ -445,6 +449,9 @@ class Decode(Operation[list[Branch]]):
     def __init__(self, branches: Iterable[Branch], controller: Controller) -> None:
         self.branches = _living(branches)
         self.controller = controller
+
+    def __str__(self) -> str:
+        return f"decoding {_places(self.branches)}"
 
 
 class Observe(Operation[list[list[Candidates]]]):
@@ -463,6 +470,9 @@ class Observe(Operation[list[list[Candidates]]]):
             raise ValueError("starts: the first token of a path has no log-probability; at least 1")
         self.top = top
 
+    def __str__(self) -> str:
+        return f"scoring {_places(self.branches)}"
+
 
 class Call(Operation[Any]):
     """Run a function in a worker thread."""
@@ -471,6 +481,9 @@ class Call(Operation[Any]):
         self.function = function
         self.arguments = arguments
 
+    def __str__(self) -> str:
+        return f"calling {getattr(self.function, '__name__', self.function)!s}"
+
 
 class Gather(Operation[list[Any]]):
     """Run coroutines side by side."""
@@ -478,10 +491,10 @@ class Gather(Operation[list[Any]]):
     def __init__(self, coroutines: Sequence[Coroutine[Any, Any, Any] | Operation[Any]]) -> None:
         if len({id(coroutine) for coroutine in coroutines}) != len(coroutines):
             raise ValueError("coroutines: the same one is named twice")
-        for coroutine in coroutines:
-            if not isinstance(coroutine, Coroutine | Operation):
-                raise ValueError(f"coroutines: {coroutine!r} is neither a coroutine nor an operation")
-        self.coroutines = [_awaiting(each) if isinstance(each, Operation) else each for each in coroutines]
+        self.coroutines = [as_coroutine(each) for each in coroutines]
+
+    def __str__(self) -> str:
+        return f"gathering {', '.join(map(name_of, self.coroutines))}"
 
 
 def decode(branches: Iterable[Branch], controller: Controller) -> Decode:
@@ -591,8 +604,37 @@ def checked_tokens(name: str, tokens: Iterable[Any], vocab_size: int) -> list[in
     return checked
 
 
+def as_coroutine(awaitable: Coroutine[Any, Any, Result] | Operation[Result]) -> Coroutine[Any, Any, Result]:
+    """Return a coroutine that gives what `awaitable` gives.
+
+    Raises
+    ------
+    ValueError
+        If it is neither a coroutine nor an operation.
+    """
+    if isinstance(awaitable, Coroutine):
+        return awaitable
+    if not isinstance(awaitable, Operation):
+        raise ValueError(f"coroutines: {awaitable!r} is neither a coroutine nor an operation")
+    named: Any = _awaiting(awaitable)
+    named.__name__ = type(awaitable).__name__.lower()
+    return cast(Coroutine[Any, Any, Result], named)
+
+
+def name_of(coroutine: Coroutine[Any, Any, Any]) -> str:
+    """Return the name of the function that has made `coroutine`."""
+    return str(getattr(coroutine, "__name__", type(coroutine).__name__))
+
+
 async def _awaiting(operation: Operation[Result]) -> Result:
     return await operation
+
+
+def _places(branches: Sequence[Branch]) -> str:
+    """Name branches by their paths, the first few of many."""
+    paths = list(dict.fromkeys(str(branch.path) for branch in branches))
+    shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return f"branch{'es' if len(paths) > 1 else ''} {shown}"
 
 
 def _living(branches: Iterable[Branch]) -> list[Branch]:

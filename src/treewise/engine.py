@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treewise.batch import Batch
 from treewise.branch import Branch, BranchTree, Call, Codec, Decode, Gather, Observe, Operation
+from treewise.budgets import Budget, Limit
 from treewise.config import check_integer
 from treewise.graphs import Plans
 from treewise.kv import KVManager
@@ -110,6 +111,7 @@ class Engine:
         *,
         priority: int = 0,
         namespace: str = "",
+        budget: Budget | None = None,
     ) -> Request:
         """Start `program` on a new tree whose root holds `prompt_tokens`.
 
@@ -123,6 +125,8 @@ class Engine:
             earlier goes first. Waiting does not raise it.
         namespace : str
             Only requests of one namespace share cached prefixes.
+        budget : Budget, optional
+            What the program may use, from now on; not to be shared by requests.
 
         Raises
         ------
@@ -153,7 +157,7 @@ class Engine:
             tree.close()
             raise
         request = self.requests[tree] = Request(request_id, tree, perf_counter())
-        task = Task(tree, coroutine, lambda result, error: self._finish(request, result, error))
+        task = Task(tree, coroutine, partial(self._finish, request), budget=budget)
         self._ready.append((task, None, None))
         return request
 
@@ -212,7 +216,8 @@ class Engine:
             for delivery in deliveries:
                 self._deliver(waiting[delivery.lane], delivery, logits)
         elif self._calls and not self._ready:
-            wait(self._calls, return_when=FIRST_COMPLETED)
+            patience = [left for task in self._calls.values() if (left := task.seconds_left()) is not None]
+            wait(self._calls, min(patience, default=None), FIRST_COMPLETED)
         return self._advance()
 
     def check_integrity(self) -> None:
@@ -245,6 +250,8 @@ class Engine:
                     self._ready.append((task, None, mistake))
 
     def _start(self, task: Task, operation: Operation[Any]) -> None:
+        if not isinstance(operation, Gather | Limit) and (verdict := task.verdict()) is not None:
+            raise verdict
         match operation:
             case Decode() | Observe():
                 if any(branch.tree is not task.tree for branch in operation.branches):
@@ -260,6 +267,14 @@ class Engine:
                 self._calls[self._workers.submit(operation.function, *operation.arguments)] = task
             case Gather():
                 self._gather(task, operation)
+            case Limit():
+                answer = partial(self._answer, task)
+                part = Task(task.tree, operation.coroutine, answer, task, operation.budget)
+                self._ready.append((part, None, None))
+
+    def _answer(self, task: Task, result: Any, error: BaseException | None) -> None:
+        """Let `task` go on with what its operation came to."""
+        self._ready.append((task, result, error))
 
     def _gather(self, task: Task, operation: Gather) -> None:
         """Start the coroutines; the first error ends the others and is the gathering program's."""
@@ -298,6 +313,18 @@ class Engine:
         self.runs = [run for run in self.runs if run.task not in depth]
         self._ready = deque(ready for ready in self._ready if ready[0] not in depth)
 
+    def _enforce_budgets(self) -> None:
+        """Raise what is due in everything that waits on behalf of a part whose budget is used up."""
+        for run in self.runs[:]:
+            if (verdict := run.task.verdict()) is not None:
+                self.runs.remove(run)
+                self._answer(run.task, None, verdict)
+        for future, task in list(self._calls.items()):
+            if not future.done() and (verdict := task.verdict()) is not None:
+                future.cancel()
+                del self._calls[future]
+                self._answer(task, None, verdict)
+
     def _fail(self, tree: BranchTree, error: BaseException) -> None:
         """Raise `error` in everything that waits for logits of `tree`."""
         for run in [run for run in self.runs if run.task.tree is tree]:
@@ -325,13 +352,16 @@ class Engine:
         draw([run for run in ready if isinstance(run, DecodeRun)], self.limits.eos_token_ids)
         for run in ready:
             try:
-                events += run.advance()
+                gained = run.advance()
+                run.task.charge(len(gained))
+                events += gained
             except InvalidLogits as error:
                 self._fail(run.task.tree, error)
             except Exception as error:  # a controller is the user's code: its program hears of it, nobody else does
                 self.runs.remove(run)
                 self._ready.append((run.task, None, error))
         self.runs = [run for run in self.runs if not self._settle(run)]
+        self._enforce_budgets()
         return events
 
     def _settle(self, run: Run) -> bool:

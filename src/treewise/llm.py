@@ -7,12 +7,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from treewise.branch import Branch, BranchTree, Observe, checked_tokens, generate
+from treewise.budgets import Budget
 from treewise.config import BeamSearchParams, SamplingParams
+from treewise.constraint import Lexicon
 from treewise.engine import Engine, Request
 from treewise.kv import CacheStatistics, KVManager, make_pool
 from treewise.models import CausalLM, Tokenizer, load_model
@@ -142,11 +144,13 @@ class LLM:
             num_kv_slots = default_slots(causal_lm, kv_dtype, page_size, max_num_rows, gpu_memory_utilization)
         slots = make_pool(pool, num_kv_slots, page_size)
         runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype, cuda_graphs)
+        eos_token_ids = self.tokenizer.eos_token_ids
+        lexicon = Lexicon(self.tokenizer, config.vocab_size, eos_token_ids)
         self.engine = Engine(
             runner,
             KVManager(Forest(), slots, enable_prefix_caching),
             self.tokenizer,
-            Limits(self.tokenizer.eos_token_ids, self.max_model_len, config.vocab_size),
+            Limits(eos_token_ids, self.max_model_len, config.vocab_size, lexicon),
             max_num_rows,
             seed,
         )
@@ -263,6 +267,9 @@ class LLM:
         seed: int | None = None,
         priority: int | Sequence[int] = 0,
         namespace: str | Sequence[str] = "",
+        token_budget: int | None = None,
+        time_budget: float | None = None,
+        on_error: Literal["raise", "return"] = "raise",
         **kwargs: Any,
     ) -> list[ProgramOutput]:
         """Run ``program(root, **kwargs)`` over a tree for each prompt, all trees in one batch.
@@ -276,12 +283,32 @@ class LLM:
             The same seed gives the same trees.
         priority, namespace
             See `generate`.
+        token_budget : int, optional
+            Tokens that the program may decode for each prompt; see `treewise.limit` for what happens then.
+        time_budget : float, optional
+            Seconds that the program may take for each prompt, waiting for its turn included.
+        on_error : {"raise", "return"}
+            What becomes of a prompt that was started and whose program failed: raise its error, or return an output
+            that has it as `error`, with the tree as far as it had come.
+
+        Raises
+        ------
+        ValueError
+            If an option is wrong, or a single prompt is bad.
+        RequestsFailed
+            If some of several requests failed; it carries the outputs of the others.
+        Exception
+            What the program of a single prompt raised, `BudgetExceeded` for example.
         """
+        if on_error not in ("raise", "return"):
+            raise ValueError(f"on_error: {on_error!r} is not one of raise, return")
         prompts = _listed(prompts)
         seeds = [None if seed is None else row_key(seed, (i,)) for i in range(len(prompts))]
         programs = [lambda root: program(root, **kwargs)] * len(prompts)
-        requests = self._complete(prompts, programs, seeds, priority, namespace)
-        return self._collect(requests, lambda i, request: self._program_output(request, program.__name__))
+        budgets = [Budget(token_budget, time_budget) for _ in prompts]
+        requests = self._complete(prompts, programs, seeds, priority, namespace, budgets)
+        tolerant = on_error == "return"
+        return self._collect(requests, lambda i, request: self._program_output(request, program.__name__), tolerant)
 
     @property
     def cache_statistics(self) -> CacheStatistics:
@@ -320,16 +347,19 @@ class LLM:
         seeds: Sequence[int | None],
         priority: int | Sequence[int],
         namespace: str | Sequence[str],
+        budgets: Sequence[Budget | None] | None = None,
     ) -> list[Request | BaseException]:
         """Start what can be started; the error of each prompt that cannot."""
         priorities = _one_each("priority", priority, int, len(prompts))
         namespaces = _one_each("namespace", namespace, str, len(prompts))
+        names = ("priority", "namespace", "budget")
+        each = zip(priorities, namespaces, budgets or [None] * len(prompts), strict=True)
         started: list[Request | BaseException] = []
         try:
-            for prompt, program, seed, *terms in zip(prompts, programs, seeds, priorities, namespaces, strict=True):
+            for prompt, program, seed, terms in zip(prompts, programs, seeds, each, strict=True):
                 try:
                     tokens = self._encoded(prompt)
-                    started.append(self.engine.add(program, tokens, seed, priority=terms[0], namespace=terms[1]))
+                    started.append(self.engine.add(program, tokens, seed, **dict(zip(names, terms, strict=True))))
                 except ValueError as error:
                     started.append(error)
         except BaseException:
@@ -359,11 +389,17 @@ class LLM:
             if event.branch.tree in self._streams and event.text:
                 self._streams[event.branch.tree].append(event.text)
 
-    def _collect(self, requests: Sequence[Request | BaseException], output: Callable[[int, Request], Any]) -> list[Any]:
+    def _collect(
+        self,
+        requests: Sequence[Request | BaseException],
+        output: Callable[[int, Request], Any],
+        tolerant: bool = False,
+    ) -> list[Any]:
+        """Return an output for each request; raise errors, those of requests that were started unless `tolerant`."""
         errors: dict[int, BaseException] = {}
         outputs: list[Any] = []
         for i, request in enumerate(requests):
-            error = request if isinstance(request, BaseException) else request.error
+            error = request if isinstance(request, BaseException) else None if tolerant else request.error
             if error is not None:
                 errors[i] = error
             outputs.append(None if isinstance(request, BaseException) or error else output(i, request))
@@ -406,6 +442,7 @@ class LLM:
             best=None if best is None else completion(0, best),
             outputs=[completion(i, branch) for i, branch in enumerate(leaves)],
             tree=self._tree(request, best, name),
+            error=request.error,
         )
 
     def _tree(self, request: Request, best: Branch | None, strategy: str) -> Tree:

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from treewise.branch import Branch, BranchTree, Decode, Observe, Operation
+from treewise.branch import Branch, BranchTree, Decode, Observe, Operation, name_of
+from treewise.budgets import Budget, Cancelled
 from treewise.choices import Choice, choose
 from treewise.config import SamplingParams
+from treewise.constraint import Constraint, Lexicon
 from treewise.controller import Drawing, Leaf, TreeView
-from treewise.sampler import Candidates, SamplingRow, invalid_rows, log_probs, ranked
+from treewise.sampler import Candidates, SamplingRow, grammar_biases, invalid_rows, log_probs, ranked
 from treewise.scheduler import Lane
 from treewise.text import Detokenizer
 
@@ -40,11 +42,14 @@ class Limits:
         The most tokens a path may have.
     vocab_size : int
         Logits of a row.
+    lexicon : Lexicon
+        What grammars are matched with.
     """
 
     eos_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int
+    lexicon: Lexicon
 
 
 class Event:
@@ -71,6 +76,8 @@ class Task:
         Called once with ``(result, None)`` or ``(None, error)``.
     parent : Task, optional
         The task that gathers this one.
+    budget : Budget, optional
+        What this task and those that it gathers may use; its clock starts now.
     """
 
     def __init__(
@@ -79,11 +86,21 @@ class Task:
         coroutine: Coroutine[Any, Any, Any],
         done: Callable[[Any, BaseException | None], None],
         parent: Task | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.tree = tree
         self.coroutine = coroutine
         self.done = done
         self.parent = parent
+        self.budget = budget
+        self.operation: Operation[Any] | None = None  # the last that it has asked for
+        if budget is not None:
+            budget.begin()
+
+    @property
+    def name(self) -> str:
+        """Name of the coroutine's function."""
+        return name_of(self.coroutine)
 
     def lineage(self) -> list[Task]:
         """Return this task, the one that gathers it, and so on to the program itself."""
@@ -92,6 +109,26 @@ class Task:
             task = task.parent
             line.append(task)
         return line
+
+    def budgets(self) -> list[tuple[Task, Budget]]:
+        """Return the budgets that this task draws on, the innermost first, each with the task that has it."""
+        return [(task, task.budget) for task in self.lineage() if task.budget is not None]
+
+    def charge(self, tokens: int) -> None:
+        """Count decoded tokens on all budgets that this task draws on."""
+        for _, budget in self.budgets():
+            budget.tokens_used += tokens
+
+    def verdict(self) -> Cancelled | None:
+        """Return what is to be raised in this task because a budget of its is used up."""
+        for task, budget in self.budgets():
+            if (verdict := budget.verdict(task.name, self.operation)) is not None:
+                return verdict
+        return None
+
+    def seconds_left(self) -> float | None:
+        """Return how long this task may go on waiting; None for as long as it takes."""
+        return min((left for _, budget in self.budgets() if (left := budget.seconds_left) is not None), default=None)
 
     def close(self) -> None:
         """End the coroutine where it stands; what it says on the way out, nobody waits to hear."""
@@ -112,6 +149,7 @@ class Task:
                     raise
                 return None
             if isinstance(yielded, Operation):
+                self.operation = yielded
                 return yielded
             value, error = (
                 None,
@@ -162,6 +200,7 @@ class _Track:
     limit: int  # length of the path at which it is full
     key: int  # of its random stream
     text: Detokenizer
+    constraint: Constraint | None
     num_decoded: int = 0  # in this operation
 
 
@@ -191,6 +230,7 @@ class DecodeRun:
         self._drawn: dict[Branch, Choice] = {}
         stopping = self.stopping
         stopping.check_vocabulary(limits.vocab_size)
+        constraint = None if stopping.grammar is None else limits.lexicon.start(stopping.grammar)
         for i, branch in enumerate(operation.branches):
             branch.finish_reason, branch.stop_reason, branch.hidden_tail = None, None, 0
             limit, length = limits.max_model_len, branch.num_tokens
@@ -199,7 +239,8 @@ class DecodeRun:
             text = Detokenizer(
                 branch.tree.codec, stopping.stop, stopping.include_stop_str_in_output, stopping.min_tokens
             )
-            self.tracks[branch] = _Track(i, branch.logprob, limit, branch.key, text)
+            own = None if constraint is None else constraint.fork()
+            self.tracks[branch] = _Track(i, branch.logprob, limit, branch.key, text, own)
             if length >= limit:
                 branch.finish_reason = "length"
             self._file(branch)
@@ -231,19 +272,19 @@ class DecodeRun:
         if self.drawing is None:
             return []
         leaves = self._served()
-        penalised = self.drawing.has_penalties
-        rows = (
-            SamplingRow(
-                self.drawing,
-                self.tracks[leaf].key,
-                leaf.num_tokens,
-                self.tracks[leaf].num_decoded,
-                leaf.tree.prompt_tokens if penalised else (),
-                leaf.token_ids if penalised else (),
-            )
-            for leaf in leaves
+        return [(self._row(leaf, self.drawing), self._logits[leaf]) for leaf in leaves]
+
+    def _row(self, leaf: Branch, params: SamplingParams) -> SamplingRow:
+        track, penalised = self.tracks[leaf], params.has_penalties
+        return SamplingRow(
+            params,
+            track.key,
+            leaf.num_tokens,
+            track.num_decoded,
+            leaf.tree.prompt_tokens if penalised else (),
+            leaf.token_ids if penalised else (),
+            track.constraint,
         )
-        return [(row, self._logits[leaf]) for leaf, row in zip(leaves, rows, strict=True)]
 
     def take(self, choices: list[Choice]) -> None:
         """Take what was drawn for `draws`, for `advance` to continue the leaves with."""
@@ -272,15 +313,16 @@ class DecodeRun:
         logits = gather_rows(places)
         if invalid_rows(logits).any():
             raise InvalidLogits
+        logprobs = log_probs(logits)
+        bias = self._grammar_bias(leaves, logits)
         view = TreeView(
             leaves=[self._leaf(leaf) for leaf in leaves],
-            logits=logits,
+            logits=logits + bias,
             depth=self.depth,
             finished=[self._leaf(leaf) for leaf in self.finished],
             eos_token_ids=self.limits.eos_token_ids,
         )
-        logprobs = log_probs(logits)
-        rows = self.controller.step(view, logprobs)
+        rows = self.controller.step(view, logprobs + bias)
         if rows is None:
             self.stopped = True
             return []
@@ -290,6 +332,16 @@ class DecodeRun:
             raise ValueError(f"{type(self.controller).__name__}: {error}") from None
         parents, tokens = [parent for parent, _ in pairs], [token for _, token in pairs]
         return self._commit(leaves, parents, tokens, logprobs[parents, tokens].tolist(), logprobs)
+
+    def _grammar_bias(self, leaves: list[Branch], logits: Tensor) -> Tensor | float:
+        """Return what takes away the tokens that the grammar does not let come next."""
+        if self.stopping.grammar is None:
+            return 0.0
+        rows = [self._row(leaf, self.stopping) for leaf in leaves]
+        bias = grammar_biases(rows, self.limits.eos_token_ids, logits.device)
+        for row in rows:
+            ...
+        return bias
 
     def result(self) -> list[Branch] | None:
         """See `Run.result`."""
@@ -314,6 +366,9 @@ class DecodeRun:
         waiting, self.leaves = [leaf for leaf in self.leaves if leaf not in self._logits], []
         events = []
         for leaf, token, logprob, best in zip(self._branch(old, parents), tokens, chosen, candidates, strict=True):
+            constraint = self.tracks[leaf].constraint
+            if constraint is not None:
+                constraint.accept(token)
             leaf.grow((token,), (logprob,), (best,))
             events.append(self._read(leaf, token))
             self._file(leaf)
@@ -341,7 +396,8 @@ class DecodeRun:
     def _fork(self, leaf: Branch) -> Branch:
         [child] = leaf.fork()
         track = self.tracks[leaf]
-        self.tracks[child] = replace(track, key=child.key, text=track.text.fork())
+        constraint = None if track.constraint is None else track.constraint.fork()
+        self.tracks[child] = replace(track, key=child.key, text=track.text.fork(), constraint=constraint)
         return child
 
     def _prune(self, leaf: Branch) -> None:
@@ -362,6 +418,8 @@ class DecodeRun:
         elif token in stopping.stop_token_ids:
             leaf.finish_reason, leaf.stop_reason = "stop", token
         elif token in self.limits.eos_token_ids and not stopping.ignore_eos:
+            leaf.finish_reason = "stop"
+        elif track.constraint is not None and track.constraint.complete:
             leaf.finish_reason = "stop"
         elif leaf.num_tokens >= track.limit:
             leaf.finish_reason = "length"
@@ -395,6 +453,7 @@ class DecodeRun:
             key=track.key,
             room=track.limit - leaf.num_tokens,
             detokenizer=track.text,
+            constraint=track.constraint,
         )
 
 

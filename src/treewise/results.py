@@ -376,6 +376,8 @@ class CompletionOutput:
         Why it ended; ``None`` if it has not.
     stop_reason : str, int or None
         The stop string or stop token that ended it; ``None`` for end of text.
+    score : float or None
+        What the program thought of it; of beam search, the length-penalised log-probability.
     """
 
     index: int
@@ -385,6 +387,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -429,12 +432,15 @@ class ProgramOutput:
         Every branch that was not pruned.
     tree : Tree
         The whole tree, dropped branches included.
+    error : BaseException or None
+        What the program raised instead of returning, where that was asked for.
     """
 
     value: Any
     best: CompletionOutput | None
     outputs: list[CompletionOutput]
     tree: Tree
+    error: BaseException | None = None
 
 
 def format_bytes(count: float) -> str:
