@@ -24,6 +24,7 @@ def completion(index: int, branch: Branch) -> CompletionOutput:
         logprobs=[logprobs(entry, branch.tree.codec) for entry in asked] or None,
         finish_reason=branch.finish_reason,
         stop_reason=branch.stop_reason,
+        score=branch.score,
     )
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tiny import EOS, Bytes, dense_logits, tiny_llm, tiny_model
+from tiny import EOS, ChatBytes, dense_logits, tiny_llm, tiny_model
 
 from treewise.branch import DeadBranchError, generate
 from treewise.config import BeamSearchParams, SamplingParams
@@ -19,6 +19,8 @@ from treewise.search import (
     depth_first_thoughts,
     monte_carlo_tree_search,
     replay,
+    rollouts,
+    self_certainty,
     self_consistency,
     step_beam_search,
     tree_of_thoughts,
@@ -37,23 +39,7 @@ SETTINGS = {
     "step_beam": {"width": 6, "beam": 3, **THOUGHTS},
     "replay": {},
 }
-
-
-class ChatBytes(Bytes):
-    """A tokenizer with a chat template: ``[role]text`` a turn, each ended by token 0, written ``~``."""
-
-    has_chat_template = True
-
-    def encode(self, text, *, add_special_tokens=True, parse_special=False):
-        tokens = super().encode(text)
-        return [EOS if parse_special and token == ord("~") else token for token in tokens]
-
-    def render_chat(self, messages, add_generation_prompt=True):
-        turns = "".join(f"[{turn['role']}]{turn['content']}~" for turn in messages)
-        return turns + "[assistant]" * add_generation_prompt
-
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        return self.encode(self.render_chat(messages, add_generation_prompt), parse_special=True)
+BRANCHING = [name for name in STRATEGIES if name != "rollouts"]  # those that return branches
 
 
 def run(name, prompt="two plus two", seed=3, llm=None, **settings):
@@ -76,7 +62,7 @@ def branches_of(result):
     return list((value[0] if isinstance(value, list) else value).tree.branches())
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", BRANCHING)
 def test_every_branch_of_a_tree_is_the_same_path_alone(name):
     for branch in branches_of(run(name)):
         expected = alone(branch)
@@ -85,7 +71,7 @@ def test_every_branch_of_a_tree_is_the_same_path_alone(name):
         assert own == pytest.approx([expected[branch.start + place] for place in decoded], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", BRANCHING)
 def test_a_seed_gives_one_tree(name):
     first, second, other = run(name), run(name), run(name, seed=4)
     assert first.tree.nodes == second.tree.nodes
@@ -93,7 +79,7 @@ def test_a_seed_gives_one_tree(name):
         assert first.tree.nodes != other.tree.nodes
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", BRANCHING)
 def test_a_tree_does_not_depend_on_the_others_in_the_batch(name):
     llm = tiny_llm(MODEL, enable_prefix_caching=False)
     program = STRATEGIES[name].build(**SETTINGS[name])
@@ -102,7 +88,7 @@ def test_a_tree_does_not_depend_on_the_others_in_the_batch(name):
     assert [node.token_ids for node in results[0].tree.nodes] == [node.token_ids for node in first.tree.nodes]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", BRANCHING)
 def test_no_inner_branch_stays_behind_as_an_answer(name):
     result = run(name, **{"depth": 3} if "depth" in SETTINGS[name] else {})
     kept = result.value if isinstance(result.value, list) else [result.value]
@@ -115,6 +101,7 @@ def test_no_inner_branch_stays_behind_as_an_answer(name):
     [
         ("mean_logprob", lambda branch: branch.logprob / len(branch.token_ids)),
         ("logprob", lambda branch: branch.logprob),
+        ("self_certainty", lambda branch: certainty_alone(branch)),
         (lambda texts: [text.count("e") - len(text) for text in texts], lambda b: b.text.count("e") - len(b.text)),
     ],
 )
@@ -123,8 +110,21 @@ def test_best_of_n_keeps_the_best(by, value):
     answers = branches_of(result)[1:]
     assert len(answers) == 4
     assert result.value is max(answers, key=value)
-    assert [answer.score for answer in answers] == pytest.approx([value(answer) for answer in answers])
+    assert [answer.score for answer in answers] == pytest.approx([value(answer) for answer in answers], rel=1e-4)
     assert [answer.pruned for answer in answers] == [answer is not result.value for answer in answers]
+
+
+def certainty_alone(branch):
+    """Kang et al.'s formula: the negative mean over tokens and vocabulary of ``log(V p)``."""
+    logprobs = torch.log_softmax(dense_logits(MODEL, branch.path_tokens), dim=-1)
+    before = logprobs[-1 - len(branch.token_ids) : -1]
+    return -float((before + math.log(before.shape[1])).mean())
+
+
+def test_self_certainty_draws_the_same_answers():
+    texts = [{branch.text for branch in branches_of(run("best_of_n", by=by))} for by in ("logprob", "self_certainty")]
+    assert texts[0] == texts[1]
+    assert self_certainty(torch.zeros(2, 8).log_softmax(-1)).tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
 def test_a_reward_must_rate_every_text():
@@ -262,11 +262,29 @@ def logprob_of_end(tokens, count):
     ("program", "settings", "message"),
     [
         (best_of_n, {"n": 0}, "n must be an integer"),
-        (best_of_n, {"by": "length"}, "by: 'length' is neither one of mean_logprob, logprob nor a function"),
+        (
+            best_of_n,
+            {"by": "length"},
+            "by: 'length' is neither one of mean_logprob, logprob, self_certainty nor a",
+        ),
         (best_of_n, {"temperature": -1}, "temperature must be"),
         (self_consistency, {"extract": "digits"}, "extract: 'digits' is neither one of answer, boxed"),
         (self_consistency, {"n": "many"}, "n must be an integer"),
         (beam_search, {"beam_width": 0}, "beam_width must be"),
+        (beam_search, {"beam_width": 4, "num_beam_groups": 3}, r"num_beam_groups must divide beam_width \(4\), not 3"),
+        (beam_search, {"diversity_penalty": 0.5}, "diversity_penalty must be 0 with one beam group, not 0.5"),
+        (beam_search, {"diversity_penalty": -1}, "diversity_penalty must be a number"),
+        (
+            beam_search,
+            {"num_return_sequences": 5},
+            r"num_return_sequences must be an integer in \[1, 4\] or None",
+        ),
+        (rollouts, {"widths": (2, 0)}, "widths must be"),
+        (rollouts, {"widths": 4}, "widths must be a list of integers, not 4"),
+        (rollouts, {"at": ()}, r"at must have one place fewer than widths \(2\), not 0"),
+        (rollouts, {"widths": (2, 2, 2), "at": (8, 8)}, "at must be an integer in"),
+        (rollouts, {"at": (300,)}, r"at must be an integer in \[1, 255\]"),
+        (rollouts, {"max_tokens": 0}, "max_tokens must be"),
         (tree_of_thoughts, {"depth": 0}, "depth must be"),
         (tree_of_thoughts, {"width": 1.5}, "width must be"),
         (tree_of_thoughts, {"beam": -1}, "beam must be"),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from treewise.cli.options import ModelOptions, encode_chat, read_prompt, working
-from treewise.results import shorten
+from treewise.results import json_safe, shorten
 
 
 def search(
@@ -31,7 +31,8 @@ def search(
 ) -> None:
     """Solve a prompt with a search strategy, and draw its tree.
 
-    The best answer goes to standard output. Without a file to draw to, the tree goes to standard error.
+    The best answer goes to standard output; of rollouts every trajectory, as a line of JSON. Without a file to draw
+    to, the tree goes to standard error.
 
     Parameters
     ----------
@@ -73,7 +74,11 @@ def search(
     with working(f"Searching with {strategy}"):
         [result] = llm.run(program, [encode_chat(llm, question, system) if chat else question], seed=seed)
     tree = replace(result.tree, strategy=strategy, model=Path(options.model).name)
-    print(result.best.text if result.best is not None else result.value)
+    if result.best is not None:
+        print(result.best.text)
+    else:
+        for item in result.value:
+            print(json.dumps(json_safe(item)))
     if text:
         print(tree.to_text())
     if html is not None:

@@ -1,7 +1,7 @@
 """Ready-made programs over trees.
 
 Best-of-n, self-consistency, beam search over tokens and over steps, Tree of Thoughts breadth first and depth first,
-Monte Carlo tree search, and template replay.
+Monte Carlo tree search, rollouts for reinforcement learning, and template replay.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 from treewise.branch import Branch
 from treewise.search.answers import EXTRACTORS, extract_answer, same_answer
 from treewise.search.beams import beam_search, replay
+from treewise.search.certainty import self_certainty
 from treewise.search.conversation import ask
 from treewise.search.evaluators import EVALUATORS
 from treewise.search.monte_carlo import monte_carlo_tree_search
 from treewise.search.samples import best_of_n, self_consistency
 from treewise.search.steps import ALLOTMENTS, step_beam_search
 from treewise.search.thoughts import depth_first_thoughts, tree_of_thoughts
+from treewise.search.trajectories import Trajectory, rollouts
 
 __all__ = [
     "ALLOTMENTS",
@@ -27,6 +29,7 @@ __all__ = [
     "EXTRACTORS",
     "STRATEGIES",
     "Strategy",
+    "Trajectory",
     "ask",
     "beam_search",
     "best_of_n",
@@ -34,7 +37,9 @@ __all__ = [
     "extract_answer",
     "monte_carlo_tree_search",
     "replay",
+    "rollouts",
     "same_answer",
+    "self_certainty",
     "self_consistency",
     "step_beam_search",
     "tree_of_thoughts",
@@ -100,6 +105,7 @@ _PROGRAMS: dict[str, Program] = {
     "tot_dfs": depth_first_thoughts,
     "mcts": monte_carlo_tree_search,
     "step_beam": step_beam_search,
+    "rollouts": rollouts,
     "replay": replay,
 }
 STRATEGIES = {name: Strategy(name, program) for name, program in _PROGRAMS.items()}

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from treewise.branch import Branch, decode, keep
 from treewise.config import BeamSearchParams, check_integer
-from treewise.controller import BeamSearch, Replay
+from treewise.controller import Replay
 from treewise.replay import Schedule, load_recordings
+from treewise.search.diverse import DiverseBeamSearch
 from treewise.search.samples import mean_logprob
 
 FAN = [[0, 0, [1, 2, 3]], [1, 4, []], [1, 4, [4, 5]], [1, 12, []], [5, 12, []], [5, 12, []]]
@@ -23,34 +24,61 @@ async def beam_search(
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
     stop: Sequence[str] = (),
+    num_beam_groups: int = 1,
+    diversity_penalty: float = 0.0,
+    num_return_sequences: int | None = None,
 ) -> list[Branch]:
-    """Search the likeliest continuations with beams, by the rules of Transformers.
+    """Search the likeliest continuations with beams or diverse groups of beams, by the rules of Transformers.
 
     Parameters
     ----------
     root : Branch
     beam_width, max_tokens, length_penalty, early_stopping, stop
         As in `BeamSearchParams`.
+    num_beam_groups, diversity_penalty, num_return_sequences
+        As in `BeamSearchParams`; see `DiverseBeamSearch` for what the groups do.
 
     Returns
     -------
     list of Branch
-        The best hypotheses, best first; their scores are the length-penalised log-probabilities.
+        The best hypotheses, best first; their scores are the length-penalised log-probabilities, less the penalties
+        for what earlier groups had chosen.
 
     Raises
     ------
     ValueError
         If a parameter is out of range.
     """
-    return await beams(root, BeamSearchParams(beam_width, max_tokens, length_penalty, early_stopping, stop=stop))
+    return await beams(
+        root,
+        BeamSearchParams(
+            beam_width,
+            max_tokens,
+            length_penalty,
+            early_stopping,
+            stop=stop,
+            num_beam_groups=num_beam_groups,
+            diversity_penalty=diversity_penalty,
+            num_return_sequences=num_return_sequences,
+        ),
+    )
 
 
 async def beams(root: Branch, params: BeamSearchParams) -> list[Branch]:
     """Do what `beam_search` does, with all parameters there are."""
-    controller = BeamSearch(params)
-    leaves = await decode(root.fork(), controller)
-    scores = [controller.score(leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens) for leaf in leaves]
-    return keep(leaves, scores, params.beam_width)
+    starts = root.fork(params.num_beam_groups)
+    controller = DiverseBeamSearch(params, [start.path for start in starts])
+    leaves = await decode(starts, controller)
+    scores = [
+        controller.score(leaf.path, leaf.token_ids, leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens)
+        for leaf in leaves
+    ]
+    best = controller.best([leaf.path for leaf in leaves], scores)[: params.num_return_sequences]
+    for i, (leaf, score) in enumerate(zip(leaves, scores, strict=True)):
+        leaf.score = score
+        if i not in best:
+            leaf.prune()
+    return [leaves[i] for i in best]
 
 
 async def replay(

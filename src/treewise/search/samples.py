@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from treewise.branch import Branch, call, generate, keep
+from treewise.branch import Branch, call, decode, generate, keep
 from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer
 from treewise.search.answers import EXTRACTORS, Extractor, same_answer
+from treewise.search.certainty import CertaintySample
 
 Reward = Callable[[list[str]], Sequence[float]]
 """Rates texts, all in one call; higher is better."""
 
-RANKINGS = ("mean_logprob", "logprob")
+RANKINGS = ("mean_logprob", "logprob", "self_certainty")
 
 
 async def best_of_n(
@@ -23,16 +24,17 @@ async def best_of_n(
     max_tokens: int = 256,
     stop: Sequence[str] = (),
 ) -> Branch:
-    """Draw n answers and keep the best by log-probability or by a reward.
+    """Draw n answers and keep the best by log-probability, self-certainty or a reward.
 
     Parameters
     ----------
     root : Branch
     n : int
         Answers to draw.
-    by : {"mean_logprob", "logprob"} or callable
-        What is best: the highest log-probability a token, or summed, or the reward that a function gives to the list
-        of all texts. The function runs in a worker thread.
+    by : {"mean_logprob", "logprob", "self_certainty"} or callable
+        What is best: the highest log-probability a token, or summed; the highest self-certainty, that is how far the
+        model's distributions are from uniform, as a mean over the tokens (see `self_certainty`); or the reward that a
+        function gives to the list of all texts. The function runs in a worker thread.
     temperature, top_p, max_tokens, stop
         As in `SamplingParams`.
 
@@ -48,7 +50,12 @@ async def best_of_n(
     """
     if not callable(by) and by not in RANKINGS:
         raise ValueError(f"by: {by!r} is neither one of {', '.join(RANKINGS)} nor a function")
-    answers = await _draw(root, n, temperature, top_p, max_tokens, stop)
+    params = _sampling(n, temperature, top_p, max_tokens, stop)
+    if by == "self_certainty":
+        controller = CertaintySample(params)
+        answers = await decode(root.fork(n), controller)
+        return keep(answers, [controller.mean(answer.path) for answer in answers], 1)[0]
+    answers = await generate(root.fork(n), params)
     if callable(by):
         values = await rewards("by", by, answers)
     else:
@@ -96,7 +103,8 @@ async def self_consistency(
     if not callable(extract) and extract not in EXTRACTORS:
         raise ValueError(f"extract: {extract!r} is neither one of {', '.join(EXTRACTORS)} nor a function")
     extractor = extract if callable(extract) else EXTRACTORS[extract]
-    solutions = await _draw(root, n, temperature, top_p, max_tokens, stop)
+    params = _sampling(n, temperature, top_p, max_tokens, stop)
+    solutions = await generate(root.fork(n), params)
     solutions.sort(key=lambda solution: -mean_logprob(solution, root))
     voters: dict[str, list[Branch]] = {}
     for solution in solutions:
@@ -133,9 +141,6 @@ def mean_logprob(branch: Branch, since: Branch) -> float:
     return (branch.logprob - since.logprob) / max(branch.num_tokens - since.num_tokens, 1)
 
 
-async def _draw(
-    root: Branch, n: int, temperature: float, top_p: float, max_tokens: int, stop: Sequence[str]
-) -> list[Branch]:
+def _sampling(n: int, temperature: float, top_p: float, max_tokens: int, stop: Sequence[str]) -> SamplingParams:
     check_integer("n", n, 1, MAX_SEQUENCES)
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop)
-    return await generate(root.fork(n), params)
+    return SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop)

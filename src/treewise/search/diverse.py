@@ -1,0 +1,103 @@
+"""Beam search in groups that keep away from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from treewise.config import BeamSearchParams
+from treewise.controller import BeamSearch, Leaf, Rows, TreeView
+
+
+class DiverseBeamSearch:
+    """Diverse beam search: groups of beams, each a `BeamSearch` that avoids the tokens of the groups before it.
+
+    Vijayakumar et al., "Diverse Beam Search: Decoding Diverse Solutions from Neural Sequence Models", 2016, with the
+    Hamming distance. At each place the groups choose in order, and a token costs `diversity_penalty` for every beam of
+    an earlier group that goes on with it there. As in Transformers, what a hypothesis has paid stays in its score, and
+    each group keeps its own ``beam_width / num_beam_groups`` best hypotheses and ends by itself. An ended group costs
+    the others nothing.
+
+    Parameters
+    ----------
+    params : BeamSearchParams
+    starts : sequence of tuple of int
+        Paths of the branches from which the groups start, one a group; none the beginning of another.
+    """
+
+    def __init__(self, params: BeamSearchParams, starts: Sequence[tuple[int, ...]]) -> None:
+        self.stopping = params.stopping
+        self.penalty = params.diversity_penalty
+        self.starts = list(starts)
+        width = params.beam_width // params.num_beam_groups
+        self.search = BeamSearch(
+            replace(params, beam_width=width, num_beam_groups=1, diversity_penalty=0.0, num_return_sequences=None)
+        )
+        self._paid: list[dict[tuple[int, ...], float]] = [{} for _ in self.starts]  # by the tokens of a path
+
+    def score(self, path: tuple[int, ...], tokens: Sequence[int], logprob: float, num_tokens: int) -> float:
+        """Length-penalised score of a hypothesis, less what it has paid.
+
+        Parameters
+        ----------
+        path : tuple of int
+            Of its branch.
+        tokens : sequence of int
+            Of its path, behind the prompt.
+        logprob : float
+            Summed over the tokens that the search decoded.
+        num_tokens : int
+            How many those are.
+        """
+        return self.search.score(logprob - self._paid[self._group(path)].get(tuple(tokens), 0.0), num_tokens)
+
+    def best(self, paths: Sequence[tuple[int, ...]], scores: Sequence[float]) -> list[int]:
+        """Return which of some hypotheses are the best, the best first: of a group as many as it has beams."""
+        places: list[int] = []
+        taken = [0] * len(self.starts)
+        for place in sorted(range(len(scores)), key=lambda i: -scores[i]):
+            group = self._group(paths[place])
+            if taken[group] < self.search.params.beam_width:
+                taken[group] += 1
+                places.append(place)
+        return places
+
+    def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
+        """Choose the rows of each group, in the groups' order."""
+        groups = [self._group(leaf.path) for leaf in tree.leaves]
+        finished = [(self._group(leaf.path), leaf) for leaf in tree.finished]
+        rows: list[tuple[int, int]] = []
+        penalties = torch.zeros_like(logprobs[0])
+        for group, paid in enumerate(self._paid):
+            places = [place for place, own in enumerate(groups) if own == group]
+            if not places:
+                continue
+            view = TreeView(
+                [self._indebted(tree.leaves[place], paid) for place in places],
+                tree.logits,  # beam search reads the log-probs only
+                tree.depth,
+                [self._indebted(leaf, paid) for own, leaf in finished if own == group],
+                tree.eos_token_ids,
+            )
+            selection = self.search.select(view, logprobs[places] - penalties)
+            costs = penalties[[row.token for row in selection.rows]].tolist()
+            for row, cost in zip(selection.rows, costs, strict=True):
+                leaf = tree.leaves[places[row.parent]]
+                before = paid.get(tuple(leaf.tokens), 0.0)
+                if before + cost:
+                    paid[*leaf.tokens, row.token] = before + cost
+                rows.append((places[row.parent], row.token))
+            for beam in selection.beams:
+                penalties[beam.token] += self.penalty
+        return Rows([parent for parent, _ in rows], [token for _, token in rows])
+
+    def _group(self, path: tuple[int, ...]) -> int:
+        return next(i for i, start in enumerate(self.starts) if path[: len(start)] == start)
+
+    @staticmethod
+    def _indebted(leaf: Leaf, paid: dict[tuple[int, ...], float]) -> Leaf:
+        debt = paid.get(tuple(leaf.tokens), 0.0)
+        return replace(leaf, logprob=leaf.logprob - debt) if debt else leaf
