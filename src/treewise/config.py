@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
+
+from treewise.grammar import Grammar
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,9 @@ class SamplingParams:
         the token itself is always reported. ``None``: none.
     logit_bias : mapping of int to float
         Added to the logits of these token ids, each in [-100, 100].
+    grammar : Grammar or None
+        What the decoded text must be. The branch ends when it is complete; `stop`, `stop_token_ids` and `max_tokens`
+        may end it before. `min_tokens` and `ignore_eos` count as long as something else than an end may come.
 
     Raises
     ------
@@ -209,6 +214,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         check_integer("n", self.n, 1, MAX_SEQUENCES)
@@ -238,6 +244,8 @@ class SamplingParams:
         for token, value in bias.items():
             check_integer("logit_bias: a token id", token, 0)
             check_number(f"logit_bias[{token}]", value, -100, 100)
+        if not isinstance(self.grammar, Grammar | None):
+            raise ValueError(f"grammar must be a Grammar or None, not {self.grammar!r}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         object.__setattr__(self, "logit_bias", dict(bias))
@@ -280,7 +288,7 @@ class BeamSearchParams:
     Attributes
     ----------
     beam_width : int
-        Beams kept alive, and the most hypotheses returned, from 1 to `MAX_SEQUENCES`.
+        Beams kept alive, and hypotheses returned, from 1 to `MAX_SEQUENCES`.
     max_tokens : int or None
         The most tokens of a hypothesis. ``None``: until end of text or of the context.
     length_penalty : float
@@ -289,18 +297,8 @@ class BeamSearchParams:
     early_stopping : bool or "never"
         ``True`` stops once `beam_width` hypotheses are finished; ``False`` when the best live beam, were it to end
         now, would not score better than the worst of them; ``"never"`` when it cannot at any length.
-    stop, stop_token_ids, ignore_eos, include_stop_str_in_output, min_tokens
-        When a hypothesis is finished, as in `SamplingParams`.
-    num_beam_groups : int
-        Groups of equally many beams that search one after the other at each token, each away from what those before it
-        chose; a divisor of `beam_width`. 1: plain beam search.
-    diversity_penalty : float
-        Taken off a token's log-prob for every beam of an earlier group that goes on with it at the same place, in
-        [0, 1000].
-    num_return_sequences : int or None
-        Hypotheses returned, the best of all groups, at most `beam_width`. ``None``: `beam_width`.
-    logprobs : int or None
-        How many of the most likely tokens to report with each token of a hypothesis, as in `SamplingParams`.
+    stop, stop_token_ids, ignore_eos, include_stop_str_in_output, min_tokens, grammar
+        When a hypothesis is finished, and what it must be, as in `SamplingParams`.
 
     Raises
     ------
@@ -317,21 +315,10 @@ class BeamSearchParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    num_beam_groups: int = 1
-    diversity_penalty: float = 0.0
-    num_return_sequences: int | None = None
-    logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         check_integer("beam_width", self.beam_width, 1, MAX_SEQUENCES)
-        check_integer("num_beam_groups", self.num_beam_groups, 1, self.beam_width)
-        if self.beam_width % self.num_beam_groups:
-            raise ValueError(f"num_beam_groups must divide beam_width ({self.beam_width}), not {self.num_beam_groups}")
-        check_number("diversity_penalty", self.diversity_penalty, 0, 1000)
-        if self.diversity_penalty > 0 and self.num_beam_groups == 1:
-            raise ValueError(f"diversity_penalty must be 0 with one beam group, not {self.diversity_penalty}")
-        if self.num_return_sequences is not None:
-            check_integer("num_return_sequences", self.num_return_sequences, 1, self.beam_width, also=" or None")
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, also=" or None")
         check_number("length_penalty", self.length_penalty, -10, 10)
@@ -344,8 +331,16 @@ class BeamSearchParams:
     @property
     def stopping(self) -> SamplingParams:
         """What ends a hypothesis, in the form that every controller states it."""
-        common = {item.name for item in fields(self)} & {item.name for item in fields(SamplingParams)}
-        return SamplingParams(temperature=0.0, **{name: getattr(self, name) for name in common})
+        names = (
+            "max_tokens",
+            "min_tokens",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "grammar",
+        )
+        return SamplingParams(temperature=0.0, **{name: getattr(self, name) for name in names})
 
 
 def cache_folder() -> Path:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.config import BeamSearchParams, SamplingParams
+from treewise.constraint import Constraint
 from treewise.replay import Schedule, Span
 from treewise.sampler import SamplingRow, sample
 from treewise.text import Detokenizer
@@ -70,6 +71,8 @@ class Leaf:
         ``None``: no such end.
     detokenizer : Detokenizer or None
         The leaf's text; controllers read it only.
+    constraint : Constraint or None
+        How far the text has come in the grammar of `Controller.stopping`; controllers read it only.
     """
 
     logprob: float = 0.0
@@ -80,6 +83,7 @@ class Leaf:
     key: int = 0
     room: int | None = None
     detokenizer: Detokenizer | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass
@@ -91,7 +95,7 @@ class TreeView:
     leaves : list of Leaf
         Live leaves, in the order of the rows that made them.
     logits : Tensor [leaves, vocab] float32
-        Raw logits of each live leaf's next token.
+        Raw logits of each live leaf's next token; ``-inf`` where a grammar does not let it come.
     depth : int
         Tokens decoded by this operation on the path of each live leaf.
     finished : list of Leaf
@@ -131,7 +135,8 @@ class Controller(Protocol):
         tree : TreeView
             The live leaves and what is known about them.
         logprobs : Tensor [leaves, vocab] float32
-            Natural log-probabilities of each live leaf's next token.
+            Natural log-probabilities of each live leaf's next token, normalised over the whole vocabulary; ``-inf``
+            where a grammar does not let it come.
 
         Returns
         -------
@@ -185,40 +190,11 @@ class Greedy(Drawing):
         return Rows(range(len(tree.leaves)), tree.logits.argmax(dim=-1))
 
 
-class Candidate(NamedTuple):
-    """A token that may continue a beam.
-
-    Attributes
-    ----------
-    parent : int
-        The live leaf that it continues.
-    token : int
-    total : float
-        Summed log-prob, this token included.
-    score : float
-        The length-penalised total.
-    """
-
+class _Candidate(NamedTuple):
     parent: int
     token: int
-    total: float
+    total: float  # summed log-prob, this token included
     score: float
-
-
-class Selection(NamedTuple):
-    """What a step of beam search chose.
-
-    Attributes
-    ----------
-    beams : list of Candidate
-        The best candidates whose token does not end the text, the best first, whether or not they are worth going on
-        with.
-    rows : list of Candidate
-        What the tree goes on with: hypotheses that end now and are among the best, then the next beams.
-    """
-
-    beams: list[Candidate]
-    rows: list[Candidate]
 
 
 class BeamSearch:
@@ -256,46 +232,39 @@ class BeamSearch:
 
     def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
         """Choose the next beams, and the hypotheses that end with this token and are among the best."""
-        rows = self.select(tree, logprobs).rows
-        return Rows([row.parent for row in rows], [row.token for row in rows])
-
-    def select(self, tree: TreeView, logprobs: Tensor) -> Selection:
-        """Choose what `step` returns as rows, and tell the beams apart; the arguments are those of `step`."""
         width = self.params.beam_width
         end_token_ids = self.stopping.end_token_ids(tree.eos_token_ids)
         totals = self._totals(tree, logprobs, end_token_ids)
         num_candidates = min(max(2, 1 + len(end_token_ids)) * width, totals.numel())
         best = totals.flatten().topk(num_candidates)
 
-        beams: list[Candidate] = []
-        ending: list[Candidate] = []
+        beams: list[_Candidate] = []
+        ending: list[_Candidate] = []
         for total, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             if total == -math.inf or len(beams) == width:
                 break
             parent, token = divmod(place, totals.shape[1])
             leaf = tree.leaves[parent]
-            candidate = Candidate(parent, token, total, self.score(total, leaf.num_tokens + 1))
+            candidate = _Candidate(parent, token, total, self.score(total, leaf.num_tokens + 1))
             if not self._ends(leaf, token, end_token_ids):
                 beams.append(candidate)
             elif len(beams) + len(ending) < width:
                 ending.append(candidate)
 
-        going = [beam for beam in beams if tree.leaves[beam.parent].room != 1]
-        ending += [beam for beam in beams if beam not in going]
         scores = [self.score(leaf.logprob, leaf.num_tokens) for leaf in tree.finished]
         scores = sorted(scores + [candidate.score for candidate in ending], reverse=True)
         bar = scores[width - 1] if len(scores) >= width else -math.inf
         rows = [candidate for candidate in ending if candidate.score >= bar]
-        if going and self._can_improve(tree.leaves[going[0].parent], going[0], bar):
-            rows += going
-        return Selection(beams, rows)
+        if beams and self._can_improve(tree.leaves[beams[0].parent], beams[0], bar):
+            rows += beams
+        return Rows([row.parent for row in rows], [row.token for row in rows])
 
     def _totals(self, tree: TreeView, logprobs: Tensor, end_token_ids: frozenset[int]) -> Tensor:
         """Log-probs of all candidates [leaves, vocab]; those that must not be are ``-inf``."""
         totals = logprobs + torch.tensor([[leaf.logprob] for leaf in tree.leaves], device=logprobs.device)
         seen: set[tuple[int, ...]] = set()
         for i, leaf in enumerate(tree.leaves):
-            if leaf.num_tokens < self.params.min_tokens:
+            if leaf.num_tokens < self.params.min_tokens and leaf.constraint is None:
                 totals[i, sorted(end_token_ids)] = -math.inf
             if tree.depth == 0:  # branches that were forked and not yet continued would give the same hypotheses twice
                 text = (*leaf.prompt_tokens, *leaf.tokens)
@@ -305,11 +274,13 @@ class BeamSearch:
         return totals
 
     def _ends(self, leaf: Leaf, token: int, end_token_ids: frozenset[int]) -> bool:
-        if token in end_token_ids:
+        if token in end_token_ids or leaf.room == 1:
+            return True
+        if leaf.constraint is not None and leaf.constraint.completes(token):
             return True
         return bool(self.stopping.stop) and leaf.detokenizer is not None and leaf.detokenizer.completes(token)
 
-    def _can_improve(self, leaf: Leaf, beam: Candidate, bar: float) -> bool:
+    def _can_improve(self, leaf: Leaf, beam: _Candidate, bar: float) -> bool:
         """Whether the best beam, which continues `leaf`, may yet pass `bar`, the worst of a full set of hypotheses."""
         if bar == -math.inf:
             return True

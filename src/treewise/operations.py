@@ -314,15 +314,15 @@ class DecodeRun:
         if invalid_rows(logits).any():
             raise InvalidLogits
         logprobs = log_probs(logits)
-        bias = self._grammar_bias(leaves, logits)
+        bias = self._grammar_bias(leaves, logits.device)
         view = TreeView(
             leaves=[self._leaf(leaf) for leaf in leaves],
-            logits=logits + bias,
+            logits=logits if bias is None else logits + bias,
             depth=self.depth,
             finished=[self._leaf(leaf) for leaf in self.finished],
             eos_token_ids=self.limits.eos_token_ids,
         )
-        rows = self.controller.step(view, logprobs + bias)
+        rows = self.controller.step(view, logprobs if bias is None else logprobs + bias)
         if rows is None:
             self.stopped = True
             return []
@@ -333,14 +333,15 @@ class DecodeRun:
         parents, tokens = [parent for parent, _ in pairs], [token for _, token in pairs]
         return self._commit(leaves, parents, tokens, logprobs[parents, tokens].tolist(), logprobs)
 
-    def _grammar_bias(self, leaves: list[Branch], logits: Tensor) -> Tensor | float:
-        """Return what takes away the tokens that the grammar does not let come next."""
+    def _grammar_bias(self, leaves: list[Branch], device: torch.device) -> Tensor | None:
+        """Return what keeps tokens that the grammar does not let come next from the controller."""
         if self.stopping.grammar is None:
-            return 0.0
+            return None
         rows = [self._row(leaf, self.stopping) for leaf in leaves]
-        bias = grammar_biases(rows, self.limits.eos_token_ids, logits.device)
-        for row in rows:
-            ...
+        bias = grammar_biases(rows, self.limits.eos_token_ids, device)
+        constraints = [constraint for leaf in leaves if (constraint := self.tracks[leaf].constraint) is not None]
+        if all(constraint.stuck for constraint in constraints):
+            raise constraints[0].error()
         return bias
 
     def result(self) -> list[Branch] | None:
@@ -417,9 +418,9 @@ class DecodeRun:
             leaf.finish_reason, leaf.stop_reason = "stop", text.stopped
         elif token in stopping.stop_token_ids:
             leaf.finish_reason, leaf.stop_reason = "stop", token
-        elif token in self.limits.eos_token_ids and not stopping.ignore_eos:
-            leaf.finish_reason = "stop"
-        elif track.constraint is not None and track.constraint.complete:
+        elif (token in self.limits.eos_token_ids and not stopping.ignore_eos) or (
+            track.constraint is not None and track.constraint.complete
+        ):
             leaf.finish_reason = "stop"
         elif leaf.num_tokens >= track.limit:
             leaf.finish_reason = "length"

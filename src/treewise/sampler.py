@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.config import SamplingParams
+from treewise.constraint import Constraint, grammar_bias
 
 Candidates = dict[int, tuple[float, int]]
 """Log-probability and rank (1 is the likeliest) of some tokens of one position."""
@@ -38,6 +39,8 @@ class SamplingRow(NamedTuple):
         Tokens decoded so far, for ``min_tokens``.
     prompt_tokens, output_tokens : sequence of int
         What the penalties look at.
+    constraint : Constraint or None
+        How far a text under ``params.grammar`` has come.
     """
 
     params: SamplingParams
@@ -46,6 +49,7 @@ class SamplingRow(NamedTuple):
     num_tokens: int = 0
     prompt_tokens: Sequence[int] = ()
     output_tokens: Sequence[int] = ()
+    constraint: Constraint | None = None
 
 
 def _mix64(x: int) -> int:
@@ -174,7 +178,7 @@ def _edit_logits(logits: Tensor, row: SamplingRow, eos_token_ids: Collection[int
     if params.logit_bias:
         tokens = torch.tensor(list(params.logit_bias), device=device)
         logits[tokens] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
-    if row.num_tokens < params.min_tokens:
+    if _bans_ends(row):
         logits[torch.tensor(sorted(params.end_token_ids(eos_token_ids)), dtype=torch.int64, device=device)] = -math.inf
     if params.repetition_penalty != 1.0:
         tokens = torch.tensor(sorted({*row.prompt_tokens, *row.output_tokens}), dtype=torch.int64, device=device)
@@ -189,9 +193,14 @@ def _edit_logits(logits: Tensor, row: SamplingRow, eos_token_ids: Collection[int
 
 def edited_logits(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int]) -> Tensor:
     """Return the logits after what comes before temperature: themselves, if no row asks for any of it."""
+    given = logits
+    constrained = [i for i, row in enumerate(rows) if row.constraint is not None]
+    if constrained:
+        bias = grammar_biases([rows[i] for i in constrained], eos_token_ids, logits.device)
+        logits = logits.index_add(0, torch.tensor(constrained, device=logits.device), bias)
     edited = [i for i, row in enumerate(rows) if _is_edited(row)]
     if edited:
-        logits = logits.clone()
+        logits = logits.clone() if logits is given else logits
         for i in edited:
             _edit_logits(logits[i], rows[i], eos_token_ids)
     return logits
@@ -199,7 +208,24 @@ def edited_logits(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Co
 
 def _is_edited(row: SamplingRow) -> bool:
     params = row.params
-    return bool(params.logit_bias or row.num_tokens < params.min_tokens or params.has_penalties)
+    return bool(params.logit_bias or _bans_ends(row) or params.has_penalties)
+
+
+def _bans_ends(row: SamplingRow) -> bool:
+    return row.num_tokens < row.params.min_tokens and row.constraint is None  # else see `grammar_biases`
+
+
+def grammar_biases(rows: Sequence[SamplingRow], eos_token_ids: Collection[int], device: torch.device) -> Tensor:
+    """Return what to add to the logits [rows, vocab] of rows that all have a constraint.
+
+    ``min_tokens`` and ``ignore_eos`` count as long as the grammar lets something else than an end come.
+    """
+    unwanted = []
+    for row in rows:
+        young = row.num_tokens < row.params.min_tokens
+        ends = eos_token_ids if young or row.params.ignore_eos else ()
+        unwanted.append({*ends, *(row.params.stop_token_ids if young else ())})
+    return grammar_bias([cast(Constraint, row.constraint) for row in rows], unwanted, device)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -265,9 +291,10 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Tensor:
     """Choose the next token of each row.
 
-    The order is vLLM's: logit bias, ``min_tokens``, penalties, temperature, min-p, top-k, top-p. Random rows take the
-    arg-max of their logits plus Gumbel noise, which draws from their softmax; the noise of a token depends on the row's
-    key and position and on the token's id alone, so neither batch, nor slot, nor device changes what a row draws.
+    The order is vLLM's: grammar, logit bias, ``min_tokens``, penalties, temperature, min-p, top-k, top-p. Random rows
+    take the arg-max of their logits plus Gumbel noise, which draws from their softmax; the noise of a token depends on
+    the row's key and position and on the token's id alone, so neither batch, nor slot, nor device changes what a row
+    draws.
 
     Parameters
     ----------
