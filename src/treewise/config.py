@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
@@ -288,7 +288,7 @@ class BeamSearchParams:
     Attributes
     ----------
     beam_width : int
-        Beams kept alive, and hypotheses returned, from 1 to `MAX_SEQUENCES`.
+        Beams kept alive, and the most hypotheses returned, from 1 to `MAX_SEQUENCES`.
     max_tokens : int or None
         The most tokens of a hypothesis. ``None``: until end of text or of the context.
     length_penalty : float
@@ -299,6 +299,16 @@ class BeamSearchParams:
         now, would not score better than the worst of them; ``"never"`` when it cannot at any length.
     stop, stop_token_ids, ignore_eos, include_stop_str_in_output, min_tokens, grammar
         When a hypothesis is finished, and what it must be, as in `SamplingParams`.
+    num_beam_groups : int
+        Groups of equally many beams that search one after the other at each token, each away from what those before it
+        chose; a divisor of `beam_width`. 1: plain beam search.
+    diversity_penalty : float
+        Taken off a token's log-prob for every beam of an earlier group that goes on with it at the same place, in
+        [0, 1000].
+    num_return_sequences : int or None
+        Hypotheses returned, the best of all groups, at most `beam_width`. ``None``: `beam_width`.
+    logprobs : int or None
+        How many of the most likely tokens to report with each token of a hypothesis, as in `SamplingParams`.
 
     Raises
     ------
@@ -315,10 +325,22 @@ class BeamSearchParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    num_return_sequences: int | None = None
+    logprobs: int | None = None
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         check_integer("beam_width", self.beam_width, 1, MAX_SEQUENCES)
+        check_integer("num_beam_groups", self.num_beam_groups, 1, self.beam_width)
+        if self.beam_width % self.num_beam_groups:
+            raise ValueError(f"num_beam_groups must divide beam_width ({self.beam_width}), not {self.num_beam_groups}")
+        check_number("diversity_penalty", self.diversity_penalty, 0, 1000)
+        if self.diversity_penalty > 0 and self.num_beam_groups == 1:
+            raise ValueError(f"diversity_penalty must be 0 with one beam group, not {self.diversity_penalty}")
+        if self.num_return_sequences is not None:
+            check_integer("num_return_sequences", self.num_return_sequences, 1, self.beam_width, also=" or None")
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, also=" or None")
         check_number("length_penalty", self.length_penalty, -10, 10)
@@ -331,16 +353,8 @@ class BeamSearchParams:
     @property
     def stopping(self) -> SamplingParams:
         """What ends a hypothesis, in the form that every controller states it."""
-        names = (
-            "max_tokens",
-            "min_tokens",
-            "stop",
-            "stop_token_ids",
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "grammar",
-        )
-        return SamplingParams(temperature=0.0, **{name: getattr(self, name) for name in names})
+        common = {item.name for item in fields(self)} & {item.name for item in fields(SamplingParams)}
+        return SamplingParams(temperature=0.0, **{name: getattr(self, name) for name in common})
 
 
 def cache_folder() -> Path:

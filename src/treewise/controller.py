@@ -190,11 +190,40 @@ class Greedy(Drawing):
         return Rows(range(len(tree.leaves)), tree.logits.argmax(dim=-1))
 
 
-class _Candidate(NamedTuple):
+class Candidate(NamedTuple):
+    """A token that may continue a beam.
+
+    Attributes
+    ----------
+    parent : int
+        The live leaf that it continues.
+    token : int
+    total : float
+        Summed log-prob, this token included.
+    score : float
+        The length-penalised total.
+    """
+
     parent: int
     token: int
-    total: float  # summed log-prob, this token included
+    total: float
     score: float
+
+
+class Selection(NamedTuple):
+    """What a step of beam search chose.
+
+    Attributes
+    ----------
+    beams : list of Candidate
+        The best candidates whose token does not end the text, the best first, whether or not they are worth going on
+        with.
+    rows : list of Candidate
+        What the tree goes on with: hypotheses that end now and are among the best, then the next beams.
+    """
+
+    beams: list[Candidate]
+    rows: list[Candidate]
 
 
 class BeamSearch:
@@ -232,32 +261,39 @@ class BeamSearch:
 
     def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
         """Choose the next beams, and the hypotheses that end with this token and are among the best."""
+        rows = self.select(tree, logprobs).rows
+        return Rows([row.parent for row in rows], [row.token for row in rows])
+
+    def select(self, tree: TreeView, logprobs: Tensor) -> Selection:
+        """Choose what `step` returns as rows, and tell the beams apart; the arguments are those of `step`."""
         width = self.params.beam_width
         end_token_ids = self.stopping.end_token_ids(tree.eos_token_ids)
         totals = self._totals(tree, logprobs, end_token_ids)
         num_candidates = min(max(2, 1 + len(end_token_ids)) * width, totals.numel())
         best = totals.flatten().topk(num_candidates)
 
-        beams: list[_Candidate] = []
-        ending: list[_Candidate] = []
+        beams: list[Candidate] = []
+        ending: list[Candidate] = []
         for total, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             if total == -math.inf or len(beams) == width:
                 break
             parent, token = divmod(place, totals.shape[1])
             leaf = tree.leaves[parent]
-            candidate = _Candidate(parent, token, total, self.score(total, leaf.num_tokens + 1))
+            candidate = Candidate(parent, token, total, self.score(total, leaf.num_tokens + 1))
             if not self._ends(leaf, token, end_token_ids):
                 beams.append(candidate)
             elif len(beams) + len(ending) < width:
                 ending.append(candidate)
 
+        going = [beam for beam in beams if tree.leaves[beam.parent].room != 1]
+        ending += [beam for beam in beams if beam not in going]
         scores = [self.score(leaf.logprob, leaf.num_tokens) for leaf in tree.finished]
         scores = sorted(scores + [candidate.score for candidate in ending], reverse=True)
         bar = scores[width - 1] if len(scores) >= width else -math.inf
         rows = [candidate for candidate in ending if candidate.score >= bar]
-        if beams and self._can_improve(tree.leaves[beams[0].parent], beams[0], bar):
-            rows += beams
-        return Rows([row.parent for row in rows], [row.token for row in rows])
+        if going and self._can_improve(tree.leaves[going[0].parent], going[0], bar):
+            rows += going
+        return Selection(beams, rows)
 
     def _totals(self, tree: TreeView, logprobs: Tensor, end_token_ids: frozenset[int]) -> Tensor:
         """Log-probs of all candidates [leaves, vocab]; those that must not be are ``-inf``."""
@@ -274,13 +310,11 @@ class BeamSearch:
         return totals
 
     def _ends(self, leaf: Leaf, token: int, end_token_ids: frozenset[int]) -> bool:
-        if token in end_token_ids or leaf.room == 1:
-            return True
-        if leaf.constraint is not None and leaf.constraint.completes(token):
+        if token in end_token_ids or (leaf.constraint is not None and leaf.constraint.completes(token)):
             return True
         return bool(self.stopping.stop) and leaf.detokenizer is not None and leaf.detokenizer.completes(token)
 
-    def _can_improve(self, leaf: Leaf, beam: _Candidate, bar: float) -> bool:
+    def _can_improve(self, leaf: Leaf, beam: Candidate, bar: float) -> bool:
         """Whether the best beam, which continues `leaf`, may yet pass `bar`, the worst of a full set of hypotheses."""
         if bar == -math.inf:
             return True
