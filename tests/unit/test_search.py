@@ -290,6 +290,13 @@ def logprob_of_end(tokens, count):
         (tree_of_thoughts, {"beam": -1}, "beam must be"),
         (tree_of_thoughts, {"thought_tokens": 0}, "thought_tokens must be"),
         (tree_of_thoughts, {"evaluate": "guess"}, "evaluate: 'guess' is neither one of judge, vote, logprob nor"),
+        (
+            tree_of_thoughts,
+            {"breadth": 2},
+            "breadth: programs over thoughts have no such keyword; they share evaluate,",
+        ),
+        (tree_of_thoughts, {"conclude": None}, "conclude must be a text, not None of type NoneType"),
+        (tree_of_thoughts, {"stop": [""]}, "stop must be"),
         (depth_first_thoughts, {"depth": 0}, "depth must be"),
         (depth_first_thoughts, {"budget": 0}, "budget must be"),
         (depth_first_thoughts, {"solutions": 0.5}, "solutions must be"),
@@ -328,6 +335,7 @@ def test_a_strategy_says_what_it_has():
         assert strategy.defaults
         assert strategy.build().__name__ == name
     assert STRATEGIES["best_of_n"].defaults["n"] == 8
+    assert list(STRATEGIES["tot"].defaults)[:5] == ["depth", "width", "beam", "evaluate", "judge"]
     with pytest.raises(ValueError, match="breadth: strategy tot has no such setting; it has depth, width"):
         STRATEGIES["tot"].build(breadth=3)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from treewise.branch import Branch
@@ -20,6 +20,7 @@ from treewise.search.evaluators import EVALUATORS
 from treewise.search.monte_carlo import monte_carlo_tree_search
 from treewise.search.samples import best_of_n, self_consistency
 from treewise.search.steps import ALLOTMENTS, step_beam_search
+from treewise.search.thinking import ThoughtParams
 from treewise.search.thoughts import depth_first_thoughts, tree_of_thoughts
 from treewise.search.trajectories import Trajectory, rollouts
 
@@ -29,6 +30,7 @@ __all__ = [
     "EXTRACTORS",
     "STRATEGIES",
     "Strategy",
+    "ThoughtParams",
     "Trajectory",
     "ask",
     "beam_search",
@@ -70,12 +72,11 @@ class Strategy:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Its keywords with their defaults."""
-        return {
-            name: parameter.default
-            for name, parameter in inspect.signature(self.program).parameters.items()
-            if parameter.default is not parameter.empty
-        }
+        """Its keywords with their defaults; those of `ThoughtParams` where it passes further keywords on."""
+        parameters = inspect.signature(self.program).parameters.values()
+        own = {item.name: item.default for item in parameters if item.default is not item.empty}
+        passes_on = any(item.kind is item.VAR_KEYWORD for item in parameters)
+        return own | ({item.name: item.default for item in fields(ThoughtParams)} if passes_on else {})
 
     def build(self, **settings: Any) -> Program:
         """Return the program with `settings` in place of its defaults.

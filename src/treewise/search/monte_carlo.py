@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log, sqrt
+from typing import Any
 
 from treewise.branch import Branch
 from treewise.config import MAX_SEQUENCES, check_integer, check_number
-from treewise.search.evaluators import JUDGE
-from treewise.search.samples import Reward
-from treewise.search.thinking import Thinker, ended, retain
+from treewise.search.thinking import Thinker, ThoughtParams, ended, retain
 
 
 @dataclass
@@ -42,14 +41,7 @@ async def monte_carlo_tree_search(
     depth: int = 3,
     width: int = 3,
     c: float = 1.4,
-    evaluate: str | Reward = "judge",
-    judge: str = JUDGE,
-    conclude: str = "\nSo the answer is",
-    temperature: float = 0.8,
-    top_p: float = 0.95,
-    thought_tokens: int = 48,
-    answer_tokens: int = 64,
-    stop: str | Sequence[str] = "\n",
+    **thoughts: Any,
 ) -> Branch:
     """Think in steps where thoughts have proved good or were seldom tried, and answer from the most visited chain.
 
@@ -75,10 +67,8 @@ async def monte_carlo_tree_search(
         Thoughts drawn from each chosen leaf.
     c : float
         Weight of what was seldom tried, in the units of `evaluate`; about 1.4 where values lie in [0, 1].
-    evaluate : str or callable
-        As in `tree_of_thoughts`, but not ``"vote"``, whose values hold within one ballot only.
-    judge, conclude, temperature, top_p, thought_tokens, answer_tokens, stop
-        As in `tree_of_thoughts`.
+    **thoughts
+        Fields of `ThoughtParams`; `evaluate` cannot be ``"vote"``, whose values hold within one ballot only.
 
     Returns
     -------
@@ -95,9 +85,10 @@ async def monte_carlo_tree_search(
         check_integer(name, value, 1, MAX_SEQUENCES)
     check_integer("iterations", iterations, 1)
     check_number("c", c, 0, 1e9)
-    if evaluate == "vote":
+    params = ThoughtParams.of(thoughts)
+    if params.evaluate == "vote":
         raise ValueError("evaluate: 'vote' compares thoughts of one ballot only; ask for judge, logprob or a function")
-    thinker = Thinker(root, evaluate, judge, conclude, temperature, top_p, thought_tokens, answer_tokens, stop)
+    thinker = Thinker(root, params)
 
     tree = ConfidenceTree(root, c)
     while iterations > 0:
@@ -108,8 +99,8 @@ async def monte_carlo_tree_search(
             tree.back_up(leaf, leaf.note.mean)
         growing = [leaf for leaf in leaves if leaf not in over]
         if growing:
-            thoughts = await thinker.extend(growing, [width] * len(growing))
-            tree.add(thoughts, await thinker.rate(thoughts))
+            drawn = await thinker.extend(growing, [width] * len(growing))
+            tree.add(drawn, await thinker.rate(drawn))
     best = tree.most_visited()
     retain(tree.leaves(), [best])
     return await thinker.conclude([best])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import exp, floor, inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from treewise.branch import Branch
 from treewise.config import MAX_SEQUENCES, check_integer, check_number
-from treewise.search.evaluators import JUDGE
-from treewise.search.samples import Reward
-from treewise.search.thinking import Thinker, ended, retain
+from treewise.search.thinking import Thinker, ThoughtParams, ended, retain
 
 
 class Candidate(NamedTuple):
@@ -45,14 +43,7 @@ async def step_beam_search(
     beam: int = 2,
     allot: str = "rebase",
     balance: float = 0.1,
-    evaluate: str | Reward = "judge",
-    judge: str = JUDGE,
-    conclude: str = "\nSo the answer is",
-    temperature: float = 0.8,
-    top_p: float = 0.95,
-    thought_tokens: int = 48,
-    answer_tokens: int = 64,
-    stop: str | Sequence[str] = "\n",
+    **thoughts: Any,
 ) -> Branch:
     """Think in steps with a process reward, a fixed number of thoughts a round, and answer from the best chain.
 
@@ -73,10 +64,8 @@ async def step_beam_search(
         Laws", 2024: reward balanced search).
     balance : float
         Temperature of that softmax; above 0. The lower, the more the best chains get.
-    evaluate : str or callable
-        The reward: as in `tree_of_thoughts`.
-    judge, conclude, temperature, top_p, thought_tokens, answer_tokens, stop
-        As in `tree_of_thoughts`.
+    **thoughts
+        Fields of `ThoughtParams`; `evaluate` is the process reward.
 
     Returns
     -------
@@ -94,23 +83,23 @@ async def step_beam_search(
     check_number("balance", balance, 0, inf, open_low=True)
     if allot not in ALLOTMENTS:
         raise ValueError(f"allot: {allot!r} is not one of {', '.join(ALLOTMENTS)}")
-    thinker = Thinker(root, evaluate, judge, conclude, temperature, top_p, thought_tokens, answer_tokens, stop)
+    thinker = Thinker(root, ThoughtParams.of(thoughts))
     budget = Budget(width, beam, balance)
 
     chains, shares = [root], [width]
     subtrees: dict[Branch | None, int] = {}
     for _ in range(depth):
-        thoughts = await thinker.extend(chains, shares)
-        values = await thinker.rate(thoughts)
+        drawn = await thinker.extend(chains, shares)
+        values = await thinker.rate(drawn)
         candidates = []
-        for i, (thought, value) in enumerate(zip(thoughts, values, strict=True)):
-            # The first thoughts are dealt out; later ones belong where their chain does.
+        for i, (thought, value) in enumerate(zip(drawn, values, strict=True)):
+            # The first drawn are dealt out; later ones belong where their chain does.
             subtree = subtrees.setdefault(thought, subtrees.get(thought.parent, i % beam))
             candidates.append(Candidate(value, subtree, ended(thought)))
         allotted = ALLOTMENTS[allot](candidates, budget)
-        chains = [thought for thought, share in zip(thoughts, allotted, strict=True) if share > 0]
+        chains = [thought for thought, share in zip(drawn, allotted, strict=True) if share > 0]
         shares = [share for share in allotted if share > 0]
-        retain(thoughts, chains)
+        retain(drawn, chains)
         if all(map(ended, chains)):
             break
     return await thinker.conclude(chains)

@@ -2,12 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from treewise.branch import Branch, generate
 from treewise.config import SamplingParams, check_integer
-from treewise.search.evaluators import EVALUATORS, evaluate_chains
+from treewise.search.evaluators import EVALUATORS, JUDGE, evaluate_chains
 from treewise.search.samples import Reward
+
+
+@dataclass(frozen=True)
+class ThoughtParams:
+    """How thoughts are drawn, rated and answered from; the keywords that all programs over thoughts take.
+
+    Attributes
+    ----------
+    evaluate : str or callable
+        A name from `EVALUATORS`: ``"judge"`` asks the model about each chain and takes the probability of "Yes"
+        against "No"; ``"vote"`` shows it all new thoughts and takes how likely it picks each; ``"logprob"`` takes a
+        chain's log-probability a token and asks nothing. Or a reward that a function gives to the list of all chains'
+        texts. The function runs in a worker thread.
+    judge : str
+        The question of ``"judge"``, to be answered by Yes or No.
+    conclude : str
+        Put behind each chain, to get an answer out of it; "" lets it go on as it will.
+    temperature, top_p : float
+        Of thoughts, as in `SamplingParams`; answers are greedy.
+    thought_tokens, answer_tokens : int
+        The most tokens of a thought, and of the answer.
+    stop : str or sequence of str
+        What ends a thought. Answers end at the end of text.
+
+    Raises
+    ------
+    ValueError
+        A value is out of range or of a wrong type; the message names the field and what it accepts.
+    """
+
+    evaluate: str | Reward = "judge"
+    judge: str = JUDGE
+    conclude: str = "\nSo the answer is"
+    temperature: float = 0.8
+    top_p: float = 0.95
+    thought_tokens: int = 48
+    answer_tokens: int = 64
+    stop: str | Sequence[str] = "\n"
+
+    def __post_init__(self) -> None:
+        if not callable(self.evaluate) and self.evaluate not in EVALUATORS:
+            raise ValueError(f"evaluate: {self.evaluate!r} is neither one of {', '.join(EVALUATORS)} nor a function")
+        for name in ("judge", "conclude"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be a text, not {value!r} of type {type(value).__name__}")
+        for name in ("thought_tokens", "answer_tokens"):
+            check_integer(name, getattr(self, name), 1)
+        _ = self.sampling  # checks the rest
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How a thought is drawn."""
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, max_tokens=self.thought_tokens, stop=self.stop
+        )
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> ThoughtParams:
+        """Return the parameters that a program's further keywords give.
+
+        Raises
+        ------
+        ValueError
+            If one is no field.
+        """
+        names = [item.name for item in fields(cls)]
+        for name in keywords:
+            if name not in names:
+                raise ValueError(f"{name}: programs over thoughts have no such keyword; they share {', '.join(names)}")
+        return cls(**keywords)
 
 
 class Thinker:
@@ -17,37 +90,14 @@ class Thinker:
     ----------
     root : Branch
         Where all chains begin.
-    evaluate, judge, conclude, temperature, top_p, thought_tokens, answer_tokens, stop
-        As in `tree_of_thoughts`.
-
-    Raises
-    ------
-    ValueError
-        If a parameter is out of range.
+    params : ThoughtParams
     """
 
-    def __init__(
-        self,
-        root: Branch,
-        evaluate: str | Reward,
-        judge: str,
-        conclude: str,
-        temperature: float,
-        top_p: float,
-        thought_tokens: int,
-        answer_tokens: int,
-        stop: str | Sequence[str],
-    ) -> None:
-        if not callable(evaluate) and evaluate not in EVALUATORS:
-            raise ValueError(f"evaluate: {evaluate!r} is neither one of {', '.join(EVALUATORS)} nor a function")
-        check_integer("thought_tokens", thought_tokens, 1)
-        check_integer("answer_tokens", answer_tokens, 1)
+    def __init__(self, root: Branch, params: ThoughtParams) -> None:
         self.root = root
-        self.evaluate = evaluate
-        self.judge = judge
-        self.conclusion = conclude
-        self.thought = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=thought_tokens, stop=stop)
-        self.answer = SamplingParams(temperature=0, max_tokens=answer_tokens)
+        self.params = params
+        self.thought = params.sampling
+        self.answer = SamplingParams(temperature=0, max_tokens=params.answer_tokens)
 
     async def extend(self, chains: Sequence[Branch], widths: Sequence[int]) -> list[Branch]:
         """Draw the next thoughts of each chain, ``widths[i]`` of the i-th, all in one batch.
@@ -66,11 +116,11 @@ class Thinker:
 
     async def rate(self, chains: Sequence[Branch]) -> list[float]:
         """Return the values of chains; they become the branches' scores."""
-        return await evaluate_chains(self.root, chains, self.evaluate, self.judge)
+        return await evaluate_chains(self.root, chains, self.params.evaluate, self.params.judge)
 
     async def conclude(self, chains: Sequence[Branch]) -> Branch:
         """Answer from each chain, and keep the best answer alone."""
-        answers = [chain if ended(chain) else chain.fork()[0].append(self.conclusion) for chain in chains]
+        answers = [chain if ended(chain) else chain.fork()[0].append(self.params.conclude) for chain in chains]
         await generate([answer for answer in answers if not ended(answer)], self.answer)
         await self.rate(answers)
         best = ranked(answers)[0]
