@@ -1,0 +1,1 @@
+"""treewise behind the interfaces of other libraries, a module each; none is imported unless asked for."""
