@@ -36,6 +36,23 @@ class Bytes:
         return self.encode("".join(f"{turn['role']}: {turn['content']}\n" for turn in messages))
 
 
+class ChatBytes(Bytes):
+    """A tokenizer with a chat template: ``[role]text`` a turn, each ended by token 0, written ``~``."""
+
+    has_chat_template = True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        tokens = super().encode(text)
+        return [EOS if parse_special and token == ord("~") else token for token in tokens]
+
+    def render_chat(self, messages: Sequence[Any], add_generation_prompt: bool = True) -> str:
+        turns = "".join(f"[{turn['role']}]{turn['content']}~" for turn in messages)
+        return turns + "[assistant]" * add_generation_prompt
+
+    def apply_chat_template(self, messages: Sequence[Any], add_generation_prompt: bool = True) -> list[int]:
+        return self.encode(self.render_chat(messages, add_generation_prompt), parse_special=True)
+
+
 def tiny_model(seed: int = 0, windows: tuple[int | None, ...] = (None, None), max_positions: int = 512) -> CausalLM:
     """Return a random model with 6/2 heads of 8."""
     rope = RopeConfig(tuple(10000.0 ** -(i / 4) for i in range(4)))
@@ -68,10 +85,10 @@ def tiny_model(seed: int = 0, windows: tuple[int | None, ...] = (None, None), ma
     return model.eval().requires_grad_(False)
 
 
-def tiny_llm(model: CausalLM | None = None, **options: Any) -> LLM:
+def tiny_llm(model: CausalLM | None = None, codec: Bytes | None = None, **options: Any) -> LLM:
     """Return an engine around `model`, or around ``tiny_model()``."""
     options = {"num_kv_slots": 4096, "device": "cpu"} | options
-    return LLM(tiny_model() if model is None else model, tokenizer=cast(Tokenizer, Bytes()), **options)
+    return LLM(tiny_model() if model is None else model, tokenizer=cast(Tokenizer, codec or Bytes()), **options)
 
 
 def idle(llm: LLM) -> None:

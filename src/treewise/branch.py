@@ -12,6 +12,7 @@ from treewise.controller import Controller, Sample
 from treewise.kv import KVManager
 from treewise.sampler import Candidates, row_key
 from treewise.tree import Node
+from treewise.turns import ChatCodec, Conversation, begun_by, next_turn, opens_reply
 
 Result = TypeVar("Result")
 FinishReason = Literal["stop", "length"]
@@ -162,6 +163,7 @@ class Branch:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.hidden_tail = 0  # characters of a stop string at the end of the text
+        self.conversations: list[Conversation] = []  # as it was after each `message`
         self.score: float | None = None
         self.note: Any = None
         tree.alive[self] = None
@@ -234,6 +236,49 @@ class Branch:
             self.hidden_tail = 0
             given = [None] * len(tokens)
             self.grow(tokens, given, given)
+        return self
+
+    def message(self, role: str, content: Any, *, reply: bool | None = None) -> Branch:
+        """Put a turn of a conversation at the end of the path, in the words of the model's chat template.
+
+        What was decoded since the model's turn began is the model's turn. The path is then, token for token, what the
+        template makes of the whole conversation, as far as the model itself has written its turns as the tokenizer
+        would. As in `LLM.chat`, names of special tokens in `content` become special tokens.
+
+        The first turn follows the prompt, unless that ends where the model's turn begins, as the template writes it:
+        then it is a conversation, and this is its next turn. Of turns that this does not know, the template must not
+        make its words depend; `LLM.run` knows the turns of a prompt that is given as a conversation.
+
+        Parameters
+        ----------
+        role : str
+            ``"user"``, ``"assistant"``, ``"system"``, ``"tool"``, … as far as the template has it.
+        content : str
+            Or whatever else the template takes for it.
+        reply : bool, optional
+            End with the beginning of the model's turn; by default after every role but ``"system"``, ``"developer"``
+            and ``"assistant"``.
+
+        Returns
+        -------
+        Branch
+            The branch itself.
+
+        Raises
+        ------
+        ValueError
+            If the model has no chat template, the template refuses the turns, or it edits earlier ones because of this
+            one.
+        DeadBranchError
+            If this branch is no longer alive.
+        """
+        self._require_alive()
+        codec, tokens = self.tree.codec, self.path_tokens
+        reply = opens_reply(role) if reply is None else reply
+        known = self._conversation()
+        new, conversation = next_turn(codec, known, tokens, {"role": role, "content": content}, reply)
+        self.append(new)
+        self.conversations.append(conversation)
         return self
 
     def prune(self, where: str | None = None) -> None:
@@ -367,6 +412,19 @@ class Branch:
                 parent.end()
             parent.num_heirs -= 1
         self.tree.let_go([*below, self], state, self.tree.num_known if parent is None else self.start)
+
+    def _conversation(self) -> Conversation | None:
+        """Return the turns on the path: what is known of them, or what can be seen of the prompt."""
+        end, line = self.num_tokens, self.lineage()
+        for branch in reversed(line):
+            for conversation in reversed(branch.conversations):
+                if conversation.end <= end:
+                    return conversation
+            end = min(end, branch.start)
+        codec, prompt = self.tree.codec, self.tree.prompt_tokens
+        if isinstance(codec, ChatCodec) and codec.has_chat_template and self._num_given(line) == len(prompt):
+            return begun_by(codec, prompt)
+        return None
 
     @property
     def _is_heir(self) -> bool:

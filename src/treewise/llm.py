@@ -26,11 +26,10 @@ from treewise.sampler import Candidates, row_key
 from treewise.search.beams import beams
 from treewise.sizing import default_slots
 from treewise.tree import Forest
+from treewise.turns import Conversation, Message, opens_reply
 
-Prompt = str | Sequence[int]
-"""Text, or token ids."""
-Message = dict[str, str]
-"""One turn of a conversation: ``{"role": ..., "content": ...}``."""
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a conversation, which the model's chat template writes."""
 
 KV_CACHE_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 """Element types of keys and values by name; ``None`` is the type of the weights."""
@@ -171,8 +170,8 @@ class LLM:
 
         Parameters
         ----------
-        prompts : str, list of int, or list of these
-            Text or token ids.
+        prompts : str, list of int, list of messages, or list of these
+            Text, token ids, or a conversation, whose turns `Branch.message` goes on from.
         params : SamplingParams or list of them, optional
             One for all prompts, or one each.
         priority : int or list of int
@@ -208,7 +207,7 @@ class LLM:
         ValueError
             If the model has no chat template or the template refuses the messages.
         """
-        single = len(messages) > 0 and isinstance(messages[0], dict)
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         prompts = [self.tokenizer.apply_chat_template(turns) for turns in conversations]
         return self.generate(prompts, params, priority=priority, namespace=namespace)
@@ -278,7 +277,8 @@ class LLM:
         ----------
         program : async function
             Takes the root `Branch`; see `treewise.branch` for what it can await.
-        prompts : str, list of int, or list of these
+        prompts : str, list of int, list of messages, or list of these
+            See `generate`.
         seed : int, optional
             The same seed gives the same trees.
         priority, namespace
@@ -358,8 +358,10 @@ class LLM:
         try:
             for prompt, program, seed, terms in zip(prompts, programs, seeds, each, strict=True):
                 try:
-                    tokens = self._encoded(prompt)
-                    started.append(self.engine.add(program, tokens, seed, **dict(zip(names, terms, strict=True))))
+                    tokens, turns = self._encoded(prompt)
+                    request = self.engine.add(program, tokens, seed, **dict(zip(names, terms, strict=True)))
+                    request.tree.root.conversations += turns
+                    started.append(request)
                 except ValueError as error:
                     started.append(error)
         except BaseException:
@@ -409,10 +411,18 @@ class LLM:
             raise RequestsFailed(errors, outputs)
         return outputs
 
-    def _encoded(self, prompt: Prompt) -> list[int]:
+    def _encoded(self, prompt: Prompt) -> tuple[list[int], list[Conversation]]:
+        """Return a prompt's tokens, and the turns that it is known to have."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return checked_tokens("prompt", prompt, self.tokenizer.vocab_size)
+            return self.tokenizer.encode(prompt), []
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
+            turns = cast(Sequence[Message], prompt)
+            if not all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in turns):
+                raise ValueError(f"prompt: {prompt!r} is a list of mappings, but not of messages with role and content")
+            reply = opens_reply(turns[-1]["role"])
+            tokens = self.tokenizer.apply_chat_template(turns, add_generation_prompt=reply)
+            return tokens, [Conversation(tuple(turns), reply, len(tokens))]
+        return checked_tokens("prompt", prompt, self.tokenizer.vocab_size), []
 
     # ------------------------------------------------------------------ results
 
@@ -469,7 +479,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts: {prompts!r} is neither text, nor token ids, nor a list of these")
     several: list[Any] = [prompts] if isinstance(prompts, str) else list(getattr(prompts, "tolist", prompts.__iter__)())
-    return [several] if several and isinstance(several[0], Integral) else several
+    return [several] if several and isinstance(several[0], Integral | Mapping) else several
 
 
 def _one_each(name: str, values: Any, kind: type[Any], count: int) -> list[Any]:

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
 
-from treewise.branch import Branch, Codec, gather, score
-
-PLACE = "«content»"  # stands where a message's text goes, to find the template's own words around it
-
-
-@runtime_checkable
-class ChatCodec(Codec, Protocol):
-    """A tokenizer that knows how a conversation is written."""
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether it really does."""
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Write a conversation as text."""
+from treewise.branch import Branch, gather, score
+from treewise.turns import PLACE, ChatCodec
 
 
 async def ask(branches: Sequence[Branch], question: str, choices: Sequence[str]) -> list[list[float]]:
