@@ -50,7 +50,7 @@ class RequestsFailed(ValueError):
     """
 
     def __init__(self, errors: dict[int, BaseException], outputs: list[Any]) -> None:
-        super().__init__("; ".join(f"prompts[{i}]: {error}" for i, error in errors.items()))
+        super().__init__("; ".join(f"prompts[{i}]: {_with_notes(error)}" for i, error in errors.items()))
         self.errors = errors
         self.outputs = outputs
 
@@ -472,6 +472,12 @@ async def _sample(root: Branch, params: SamplingParams) -> tuple[list[Candidates
     if params.prompt_logprobs is not None:
         [prompt] = await Observe([root], [1], params.prompt_logprobs)
     return prompt, await generate(root.fork(params.n), replace(params, n=1))
+
+
+def _with_notes(error: BaseException) -> str:
+    """Return what `error` says, and where it has been."""
+    notes = getattr(error, "__notes__", ())
+    return f"{error} ({'; '.join(notes)})" if notes else str(error)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -136,7 +136,10 @@ class Task:
             self.coroutine.close()
 
     def resume(self, value: Any, error: BaseException | None) -> Operation[Any] | None:
-        """Run the coroutine up to its next operation; None when it has ended."""
+        """Run the coroutine up to its next operation; None when it has ended.
+
+        An error that ends it is noted to have been here, by the coroutine's name and the branches it worked on last.
+        """
         while True:
             try:
                 yielded = self.coroutine.send(value) if error is None else self.coroutine.throw(error)
@@ -144,6 +147,9 @@ class Task:
                 self.done(stop.value, None)
                 return None
             except BaseException as failure:
+                failure.add_note(
+                    f"in {self.name}, {'after' if error is None else 'while'} {self.operation or 'it began'}"
+                )
                 self.done(None, failure)
                 if isinstance(failure, KeyboardInterrupt):
                     raise

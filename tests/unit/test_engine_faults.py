@@ -205,6 +205,47 @@ def test_the_first_error_of_a_gather_ends_the_others_and_those_that_gather_them(
     idle(llm)
 
 
+def test_an_error_tells_the_coroutines_and_branches_that_it_has_been_in():
+    class Stubborn:
+        stopping = SHORT
+
+        def step(self, tree, logprobs):
+            raise KeyError("no idea")
+
+    async def grade(branches):
+        await decode(branches, Stubborn())
+
+    async def after(root):
+        await generate(root.fork(5), SHORT)
+        raise KeyError("mine")
+
+    async def inside(root):
+        await gather(grade(root.fork(2)), plain(root.fork()[0]))
+
+    async def at_once(root):
+        raise KeyError("early")
+
+    async def recovers(root):
+        with pytest.raises(KeyError):
+            await grade([root])
+        return await plain(root)
+
+    llm = tiny_llm(MODEL)
+    *failed, value = run_each(llm, [after, inside, at_once, recovers], [[1, 2]] * 4)
+    assert [error.__notes__ for error in failed] == [
+        ["in after, after decoding branches (0,), (1,), (2,) and 2 more"],
+        ["in grade, while decoding branches (0,), (1,)", "in inside, while gathering grade, plain"],
+        ["in at_once, after it began"],
+    ]
+    assert value == greedy(MODEL, [1, 2], 6)
+    started = iter([plain, inside])
+    with pytest.raises(
+        RequestsFailed, match=r"^prompts\[1\]: 'no idea' \(in grade, while decoding .*; in inside, while"
+    ):
+        llm.run(lambda root: next(started)(root), [[1, 2], [3, 4]])
+    idle(llm)
+
+
 def test_an_aborted_program_is_ended_from_the_innermost_coroutine_outwards():
     ended = []
 
