@@ -41,7 +41,8 @@ def plain(tokens: Sequence[int], codec: Codec) -> str:
 def draw(tree: BranchTree) -> tuple[list[TreeNode], dict[Branch, int]]:
     """Return the drawing's nodes, parents first, and the node in which each branch ends.
 
-    A branch is one node, unless something forked off in the middle of it.
+    A branch is one node, unless something forked off in the middle of it. Visits are those that its note counts, as
+    the notes of Monte Carlo tree search do.
     """
     nodes: list[TreeNode] = []
     ends: dict[Branch, int] = {}
@@ -71,6 +72,7 @@ def draw(tree: BranchTree) -> tuple[list[TreeNode], dict[Branch, int]]:
                     finish_reason=branch.finish_reason if last else None,
                     score=branch.score if last else None,
                     token_texts=[plain([token], tree.codec) for token in tokens],
+                    visits=getattr(branch.note, "visits", None) if last else None,
                 )
             )
             parent = reached[branch, end] = nodes[-1].id

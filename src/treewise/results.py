@@ -128,6 +128,8 @@ class TreeNode:
         What the program thought of it.
     token_texts : list of str
         The text of each token, for drawings; may be left empty.
+    visits : int or None
+        How often a search came by, where it counted.
     """
 
     id: int
@@ -140,6 +142,7 @@ class TreeNode:
     finish_reason: str | None = None
     score: float | None = None
     token_texts: list[str] = field(default_factory=list)
+    visits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -483,6 +486,8 @@ def _facts(node: TreeNode) -> str:
         facts.append(f"logp {node.logprob:.2f}")
     if node.score is not None:
         facts.append(f"score {node.score:.3g}")
+    if node.visits is not None:
+        facts.append(f"{node.visits:,} visit{'s' * (node.visits != 1)}")
     if node.finish_reason is not None:
         facts.append(node.finish_reason)
     return f"({', '.join(facts)})"

@@ -25,7 +25,7 @@ def example(text: str = " 4") -> Tree:
             TreeNode(1, 0, text, [604], [-0.25], -0.25, "kept", score=0.5, token_texts=[text]),
             TreeNode(2, 0, " 5", [605], [-3.0], -3.0, "pruned"),
             TreeNode(3, 1, ".", [18], [float("-inf")], float("-inf"), "finished", "stop", token_texts=["."]),
-            TreeNode(4, 1, "!", [19], [-2.0], -2.25, "finished", "length"),
+            TreeNode(4, 1, "!", [19], [-2.0], -2.25, "finished", "length", visits=3),
         ],
         usage=Usage(4, 4, 2, 8, 1_000_000, 2_500_000, 0.5),
         best=4,
@@ -39,7 +39,7 @@ def test_text_drawing():
             "▸ 2 + 2 =⏎  (4 tokens)",
             "├─ ★  4  (1 token, logp -0.25, score 0.5)",
             "│  ├─ ✓ .  (1 token, logp -inf, stop)",
-            "│  └─ ★ !  (1 token, logp -2.25, length)",
+            "│  └─ ★ !  (1 token, logp -2.25, 3 visits, length)",
             "└─ ✗  5  (1 token, logp -3.00)",
         ]
     )

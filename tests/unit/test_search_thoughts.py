@@ -198,6 +198,17 @@ def test_visits_add_up(parallel):
     assert len(extended) + visited_again == 20
 
 
+def test_the_drawing_has_the_visits():
+    async def program(root):
+        return await STRATEGIES["mcts"].program(root, evaluate=uneven_texts, iterations=6, width=2, **SETTINGS)
+
+    [result] = tiny_llm(MODEL).run(program, ["two plus two"], seed=3)
+    visits = {branch.text: branch.note.visits for branch in thoughts_of(result.value)}
+    drawn = [node.visits for node in result.tree.nodes[1:] if node.visits is not None]
+    assert sorted(drawn) == sorted(visits.values())
+    assert result.tree.nodes[0].visits == result.value.tree.root.note.visits == 12
+
+
 def test_leaves_of_a_round_decode_together():
     reward = Reward(uneven)
     run("mcts", reward, iterations=9, parallel=4, depth=9, width=3)
