@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from treewise import draws
 from treewise.choices import choose
 from treewise.config import SamplingParams
+from treewise.constraint import Lexicon
+from treewise.grammar import Grammar
 from treewise.sampler import SamplingRow, _min_p_floor, _top_k_floor, _top_p_floor, log_probs, row_key, sample
 
 PARAMS = [
@@ -44,6 +47,43 @@ def drawn_alike(vocab_size, device):
     exact = log_probs(logits)
     for row, choice in enumerate(choices):
         assert choice.valid and math.isclose(choice.logprob, float(exact[row, choice.token]), abs_tol=1e-4)
+
+
+def rows_under_grammars_are_drawn_alike(device):
+    """Masks come before everything else, and leave the rows between them alone."""
+    pytest.importorskip("llguidance")
+    lexicon = Lexicon(Words(), 300, {0})
+    rows = [
+        SamplingRow(
+            params,
+            row_key(1, (number,)),
+            number,
+            5,
+            constraint=None
+            if number % 3 == 0
+            else lexicon.start(Grammar.regex("[a-f]+" if number % 3 == 1 else "[0-9]")),
+        )
+        for number, params in enumerate(PARAMS * 2)
+    ]
+    logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(1)) * 3
+    choices = choose(logits.to(device), rows, (0,))
+    assert [choice.token for choice in choices] == sample(logits, rows, (0,)).tolist()
+    assert all(chr(choice.token) in "abcdef" for choice in choices[1::3])
+    assert all(chr(choice.token) in "0123456789" for choice in choices[2::3])
+    plain = [row._replace(constraint=None) for row in rows]
+    assert choices[::3] == choose(logits.to(device), plain, (0,))[::3]
+
+
+class Words:
+    """Token ``i`` is the byte ``i``."""
+
+    vocab_size = 256
+
+    def encode(self, text, *, add_special_tokens=True):
+        return list(text.encode())
+
+    def token_bytes(self, token):
+        return bytes([token]) if token else b""
 
 
 def floors_alike(device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draw_checks import drawn_alike, floors_alike, invalid_rows_are_told
+from draw_checks import drawn_alike, floors_alike, invalid_rows_are_told, rows_under_grammars_are_drawn_alike
 
 
 @pytest.mark.parametrize("vocab_size", [7, 300, 9000])
@@ -18,3 +18,7 @@ def test_cuts_are_those_of_torch():
 
 def test_invalid_rows_are_told():
     invalid_rows_are_told(torch.device("cpu"))
+
+
+def test_rows_under_grammars():
+    rows_under_grammars_are_drawn_alike(torch.device("cpu"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draw_checks import drawn_alike, floors_alike, invalid_rows_are_told
+from draw_checks import drawn_alike, floors_alike, invalid_rows_are_told, rows_under_grammars_are_drawn_alike
 
 HERE = Path(__file__).parent
 
@@ -37,3 +37,6 @@ class TestOnGPU:
 
     def test_invalid_rows_are_told(self):
         invalid_rows_are_told(torch.device("cuda"))
+
+    def test_rows_under_grammars(self):
+        rows_under_grammars_are_drawn_alike(torch.device("cuda"))
