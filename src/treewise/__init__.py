@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from treewise.controller import BeamSearch, Controller, Greedy, Rows, Sample, TreeView
     from treewise.grammar import Grammar
     from treewise.llm import LLM, RequestsFailed
+    from treewise.streams import stream
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _HOMES = {
     "treewise.controller": ("BeamSearch", "Controller", "Greedy", "Rows", "Sample", "TreeView"),
     "treewise.grammar": ("Grammar",),
     "treewise.llm": ("LLM", "RequestsFailed"),
+    "treewise.streams": ("stream",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -52,6 +54,7 @@ __all__ = [
     "keep",
     "limit",
     "score",
+    "stream",
 ]
 
 

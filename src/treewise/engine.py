@@ -24,6 +24,7 @@ from treewise.results import Usage
 from treewise.runner import Runner
 from treewise.sampler import row_key
 from treewise.scheduler import Delivery, PoolTooSmall, Scheduler
+from treewise.streams import Piece
 
 Program = Callable[[Branch], Coroutine[Any, Any, Any]]
 
@@ -253,16 +254,12 @@ class Engine:
         if not isinstance(operation, Gather | Limit) and (verdict := task.verdict()) is not None:
             raise verdict
         match operation:
-            case Decode() | Observe():
-                if any(branch.tree is not task.tree for branch in operation.branches):
-                    raise ValueError("branches: a program can decode the branches of its own tree only")
-                run: Run
-                if isinstance(operation, Decode):
-                    run = DecodeRun(task, operation, self.limits)
-                else:
-                    run = ObserveRun(task, operation, self.limits)
-                if not self._settle(run):
-                    self.runs.append(run)
+            case Decode():
+                self._await_run(DecodeRun(task, operation, self.limits))
+            case Observe():
+                self._await_run(ObserveRun(task, operation, self.limits))
+            case Piece():
+                self._await_run(operation.run(task, self.limits))
             case Call():
                 self._calls[self._workers.submit(operation.function, *operation.arguments)] = task
             case Gather():
@@ -271,6 +268,11 @@ class Engine:
                 answer = partial(self._answer, task)
                 part = Task(task.tree, operation.coroutine, answer, task, operation.budget)
                 self._ready.append((part, None, None))
+
+    def _await_run(self, run: Run) -> None:
+        """Let `run` have logits until it is over."""
+        if not self._settle(run):
+            self.runs.append(run)
 
     def _answer(self, task: Task, result: Any, error: BaseException | None) -> None:
         """Let `task` go on with what its operation came to."""

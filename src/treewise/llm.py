@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal, cast
@@ -153,7 +154,7 @@ class LLM:
             max_num_rows,
             seed,
         )
-        self._streams: dict[BranchTree, deque[str]] = {}
+        self._streams: dict[BranchTree, deque[tuple[Branch, str]]] = {}
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.describe().items()))
 
     # ------------------------------------------------------------------ what a user calls
@@ -226,20 +227,39 @@ class LLM:
         if params.n != 1:
             raise ValueError(f"n: a stream is one completion, not {params.n}")
         [request] = self._submit([prompt], [lambda root: _sample(root, params)], [params.seed], priority, namespace)
-        if isinstance(request, BaseException):
-            raise request
-        pieces = self._streams[request.tree] = deque()
-        try:
-            while pieces or not request.done:
-                if not pieces:
-                    self._step()
-                while pieces:
-                    yield pieces.popleft()
-        finally:
-            del self._streams[request.tree]
-            self.engine.abort(request)
-        if request.error is not None:
-            raise request.error
+        with closing(self._follow(request)) as pieces:
+            yield from (piece for _, piece in pieces)
+
+    def stream_program(
+        self,
+        program: Callable[..., Coroutine[Any, Any, Any]],
+        prompt: Prompt,
+        *,
+        seed: int | None = None,
+        priority: int = 0,
+        namespace: str = "",
+        **kwargs: Any,
+    ) -> Generator[tuple[Branch, str], None, ProgramOutput]:
+        """Run ``program(root, **kwargs)`` over a tree, and yield what its branches decode, as they grow.
+
+        Returns
+        -------
+        generator of (Branch, str)
+            A branch, and a piece of text that it has gained. The pieces of a branch come in order and join to what it
+            has decoded; those of several branches come as they are decoded. Nothing of a stop string is among them.
+            A branch that a controller, such as beam search, forked goes on behind the pieces of its parent. The
+            generator's own value, ``yield from``'s result, is what `run` returns for the prompt.
+
+        Raises
+        ------
+        ValueError
+            If the prompt is bad.
+        Exception
+            What the program raised.
+        """
+        seeds = [None if seed is None else row_key(seed, (0,))]
+        [request] = self._submit([prompt], [lambda root: program(root, **kwargs)], seeds, priority, namespace)
+        return self._program_output((yield from self._follow(request)), program.__name__)
 
     def beam_search(
         self,
@@ -385,11 +405,29 @@ class LLM:
             if isinstance(request, Request):
                 self.engine.abort(request)
 
+    def _follow(self, request: Request | BaseException) -> Generator[tuple[Branch, str], None, Request]:
+        """Step until `request` has ended, and yield what its branches gain; raise its error."""
+        if isinstance(request, BaseException):
+            raise request
+        pieces = self._streams[request.tree] = deque()
+        try:
+            while pieces or not request.done:
+                if not pieces:
+                    self._step()
+                while pieces:
+                    yield pieces.popleft()
+        finally:
+            del self._streams[request.tree]
+            self.engine.abort(request)
+        if request.error is not None:
+            raise request.error
+        return request
+
     def _step(self) -> None:
         """Step for whoever asks; what streams gain by it is kept for them."""
         for event in self.engine.step():
             if event.branch.tree in self._streams and event.text:
-                self._streams[event.branch.tree].append(event.text)
+                self._streams[event.branch.tree].append((event.branch, event.text))
 
     def _collect(
         self,

@@ -221,6 +221,7 @@ class DecodeRun:
     """
 
     def __init__(self, task: Task, operation: Decode, limits: Limits) -> None:
+        _check_own(task, operation.branches)
         self.task = task
         self.controller = operation.controller
         self.stopping = operation.controller.stopping
@@ -350,7 +351,7 @@ class DecodeRun:
             raise constraints[0].error()
         return bias
 
-    def result(self) -> list[Branch] | None:
+    def result(self) -> Any:
         """See `Run.result`."""
         if self.leaves and not self.stopped:
             return None
@@ -480,6 +481,7 @@ class ObserveRun:
     """
 
     def __init__(self, task: Task, operation: Observe, limits: Limits) -> None:
+        _check_own(task, operation.branches)
         for branch in operation.branches:
             if branch.num_tokens > limits.max_model_len:
                 given, limit = branch.num_tokens, limits.max_model_len
@@ -521,6 +523,11 @@ class ObserveRun:
     def result(self) -> list[list[Candidates]] | None:
         """See `Run.result`."""
         return self.observed if all(lane.done for lane in self._lanes) else None
+
+
+def _check_own(task: Task, branches: Sequence[Branch]) -> None:
+    if any(branch.tree is not task.tree for branch in branches):
+        raise ValueError("branches: a program can decode the branches of its own tree only")
 
 
 def gather_rows(rows: Sequence[tuple[Tensor, int]]) -> Tensor:

@@ -110,6 +110,12 @@ class Detokenizer:
         self._read()
         return self._text
 
+    @property
+    def settled(self) -> str:
+        """All text so far that no later token can change or take back."""
+        text = self.text
+        return text[: self._open_starts[0]] if self._open_starts else text
+
     def push(self, token: int) -> None:
         """Take the next token; nothing happens once the text has stopped."""
         if self.stopped is None:
@@ -120,10 +126,9 @@ class Detokenizer:
 
     def delta(self) -> str:
         """Return the text, since the last call, that no later token can change or take back."""
-        text = self.text
-        safe = self._open_starts[0] if self._open_starts else len(text)
-        new = text[self._emitted : safe]
-        self._emitted = safe
+        text = self.settled
+        new = text[self._emitted :]
+        self._emitted = len(text)
         return new
 
     def finish(self) -> None:

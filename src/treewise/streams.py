@@ -1,0 +1,83 @@
+"""The text of one branch, piece by piece, inside a program."""
+
+from __future__ import annotations
+
+from treewise.branch import Branch, Operation, generate
+from treewise.config import SamplingParams
+from treewise.operations import DecodeRun, Limits, Task
+
+
+class StreamRun(DecodeRun):
+    """Decodes one branch, and pauses whenever there is a piece of text that nothing can take back."""
+
+    sent = 0  # characters
+
+    def result(self) -> str | None:
+        """Return the next piece; empty text once there will be no more, None while there is none yet."""
+        [track] = self.tracks.values()
+        piece = track.text.settled[self.sent :]
+        self.sent += len(piece)
+        return piece if piece or super().result() is not None else None
+
+
+class Piece(Operation[str]):
+    """The next piece of a stream; empty at its end."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __str__(self) -> str:
+        return f"streaming branch {self.stream.branch.path}"
+
+    def run(self, task: Task, limits: Limits) -> StreamRun:
+        """Return the run of the whole stream, to go on on behalf of `task`."""
+        stream = self.stream
+        if stream.run is None:
+            stream.run = StreamRun(task, generate([stream.branch], stream.params), limits)
+        stream.branch.end()
+        stream.run.task = task
+        return stream.run
+
+
+class Stream:
+    """An asynchronous iterator over the text of one branch; see `stream`.
+
+    Attributes
+    ----------
+    branch : Branch
+    params : SamplingParams
+    run : StreamRun or None
+        None before the first piece.
+    """
+
+    def __init__(self, branch: Branch, params: SamplingParams) -> None:
+        generate([branch], params)  # to refuse what it refuses
+        self.branch = branch
+        self.params = params
+        self.run: StreamRun | None = None
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> str:
+        """Decode until there is a piece."""
+        if piece := await Piece(self):
+            return piece
+        raise StopAsyncIteration
+
+
+def stream(branch: Branch, params: SamplingParams | None = None) -> Stream:
+    """Let `branch` go on as `generate` does, and give its text as it comes: ``async for piece in stream(branch)``.
+
+    The pieces join to the text that the branch gains. Nothing that belongs to a stop string, or may yet, is among them.
+    The branch decodes only while the program waits for a piece: a loop that is left early leaves the branch as long as
+    it is then, ready to be forked, pruned or decoded again.
+
+    Raises
+    ------
+    ValueError
+        If ``params.n`` is not 1.
+    DeadBranchError
+        If the branch is no longer alive, here or when a piece is asked for.
+    """
+    return Stream(branch, SamplingParams() if params is None else params)
