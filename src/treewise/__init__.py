@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from treewise.config import BeamSearchParams, SamplingParams
     from treewise.controller import BeamSearch, Controller, Greedy, Rows, Sample, TreeView
     from treewise.grammar import Grammar
+    from treewise.live import LiveTree
     from treewise.llm import LLM, RequestsFailed
     from treewise.streams import stream
 
@@ -27,6 +28,7 @@ _HOMES = {
     "treewise.config": ("BeamSearchParams", "SamplingParams"),
     "treewise.controller": ("BeamSearch", "Controller", "Greedy", "Rows", "Sample", "TreeView"),
     "treewise.grammar": ("Grammar",),
+    "treewise.live": ("LiveTree",),
     "treewise.llm": ("LLM", "RequestsFailed"),
     "treewise.streams": ("stream",),
 }
@@ -42,6 +44,7 @@ __all__ = [
     "Controller",
     "Grammar",
     "Greedy",
+    "LiveTree",
     "RequestsFailed",
     "Rows",
     "Sample",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal, cast
@@ -18,6 +18,7 @@ from treewise.config import BeamSearchParams, SamplingParams
 from treewise.constraint import Lexicon
 from treewise.engine import Engine, Request
 from treewise.kv import CacheStatistics, KVManager, make_pool
+from treewise.live import LiveTree
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.operations import Limits
 from treewise.outputs import completion, draw, logprobs
@@ -289,6 +290,7 @@ class LLM:
         token_budget: int | None = None,
         time_budget: float | None = None,
         on_error: Literal["raise", "return"] = "raise",
+        live: LiveTree | None = None,
         **kwargs: Any,
     ) -> list[ProgramOutput]:
         """Run ``program(root, **kwargs)`` over a tree for each prompt, all trees in one batch.
@@ -310,6 +312,8 @@ class LLM:
         on_error : {"raise", "return"}
             What becomes of a prompt that was started and whose program failed: raise its error, or return an output
             that has it as `error`, with the tree as far as it had come.
+        live : LiveTree, optional
+            Draws the trees in the terminal while they grow.
 
         Raises
         ------
@@ -326,7 +330,8 @@ class LLM:
         seeds = [None if seed is None else row_key(seed, (i,)) for i in range(len(prompts))]
         programs = [lambda root: program(root, **kwargs)] * len(prompts)
         budgets = [Budget(token_budget, time_budget) for _ in prompts]
-        requests = self._complete(prompts, programs, seeds, priority, namespace, budgets)
+        with live or nullcontext():
+            requests = self._complete(prompts, programs, seeds, priority, namespace, budgets, live=live)
         tolerant = on_error == "return"
         return self._collect(requests, lambda i, request: self._program_output(request, program.__name__), tolerant)
 
@@ -389,12 +394,17 @@ class LLM:
             raise
         return started
 
-    def _complete(self, prompts: Sequence[Prompt], *terms: Any) -> list[Request | BaseException]:
+    def _complete(
+        self, prompts: Sequence[Prompt], *terms: Any, live: LiveTree | None = None
+    ) -> list[Request | BaseException]:
         """Start what can be started, see `_submit`, and step until all of it has ended; on an interrupt, end it."""
         requests = self._submit(prompts, *terms)
+        started = [request for request in requests if isinstance(request, Request)]
         try:
-            while any(isinstance(request, Request) and not request.done for request in requests):
+            while not all(request.done for request in started):
                 self._step()
+                if live is not None:
+                    live.update([request.tree for request in started])
         except BaseException:
             self._abort(requests)
             raise

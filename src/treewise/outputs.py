@@ -85,4 +85,6 @@ def draw(tree: BranchTree) -> tuple[list[TreeNode], dict[Branch, int]]:
 def _state(branch: Branch) -> NodeState:
     if branch.pruned:
         return "pruned"
-    return "finished" if branch.finished else "kept"
+    if branch.finished:
+        return "finished"
+    return "live" if branch.alive and not branch.num_children else "kept"

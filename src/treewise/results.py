@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 NodeState = Literal["prompt", "live", "kept", "finished", "pruned"]
 """What became of a node: given by the user, still decoding, an inner node on a surviving path, a surviving
@@ -222,19 +223,26 @@ class Tree:
         from rich.text import Text
 
         console = console or Console()
+        for _, line in self.lines(console.width):
+            console.print(line, overflow="ellipsis", no_wrap=True)
+        if self.usage.steps:
+            console.print(Text(self.usage.summary(), style="dim"))
+
+    def lines(self, width: int) -> Iterator[tuple[TreeNode, Text]]:
+        """Yield each node with its line in a terminal of `width` characters."""
+        from rich.text import Text
+
         on_best_path = {node.id for node in self.best_path()}
         styles = {"prompt": "bold", "live": "italic", "kept": "", "finished": "green", "pruned": "dim strike"}
-        for prefix, node in self._lines():
+        for prefix, node in self._walk():
             best = node.id in on_best_path and node.state != "prompt"
             facts = "  " + _facts(node)
             line = Text(prefix, style="dim", no_wrap=True, overflow="ellipsis")
             line.append(_mark(node, best) + " ", style="bold yellow" if best else "")
-            room = max(16, console.width - len(prefix) - len(facts) - 2)
+            room = max(16, width - len(prefix) - len(facts) - 2)
             line.append(shorten(node.text, room), style="bold" if best else styles[node.state])
             line.append(facts, style="dim")
-            console.print(line, overflow="ellipsis", no_wrap=True)
-        if self.usage.steps:
-            console.print(Text(self.usage.summary(), style="dim"))
+            yield node, line
 
     def to_text(self, width: int = 72) -> str:
         """Draw the tree as plain text, the same for the same tree.
@@ -247,7 +255,7 @@ class Tree:
         on_best_path = {node.id for node in self.best_path()}
         return "\n".join(
             f"{prefix}{_mark(node, node.id in on_best_path)} {shorten(node.text, width)}  {_facts(node)}"
-            for prefix, node in self._lines()
+            for prefix, node in self._walk()
         )
 
     def to_json(self, indent: int | None = None) -> str:
@@ -340,7 +348,7 @@ class Tree:
             Path(path).write_text(page, encoding="utf-8")
         return page
 
-    def _lines(self) -> Iterator[tuple[str, TreeNode]]:
+    def _walk(self) -> Iterator[tuple[str, TreeNode]]:
         """Walk the tree depth-first with the strokes that stand before each node.
 
         An only child stands under its parent without indentation, so that long chains stay readable.

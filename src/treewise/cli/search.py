@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ def search(
     set_values: Annotated[tuple[str, ...], Parameter("--set")] = (),
     chat: bool | None = None,
     system: str | None = None,
+    live: bool = False,
     text: bool = False,
     html: Path | None = None,
     json_file: Annotated[Path | None, Parameter("--json")] = None,
@@ -46,6 +48,8 @@ def search(
         Put the prompt in the model's chat template, or, with --no-chat, do not; by default where the model has one.
     system
         System message of the chat.
+    live
+        Draw the tree on standard error while it grows, where that is a terminal.
     text
         Draw the tree as text on standard output, after the answer.
     html
@@ -57,6 +61,7 @@ def search(
     seed
         The same seed gives the same tree.
     """
+    from treewise.live import LiveTree
     from treewise.search import STRATEGIES
 
     strategy = strategy.replace("-", "_")
@@ -71,8 +76,10 @@ def search(
     llm = options.load()
     if chat is None:
         chat = llm.tokenizer.has_chat_template or system is not None
-    with working(f"Searching with {strategy}"):
-        [result] = llm.run(program, [encode_chat(llm, question, system) if chat else question], seed=seed)
+    request = encode_chat(llm, question, system) if chat else question
+    view = LiveTree() if live else None
+    with nullcontext() if live else working(f"Searching with {strategy}"):
+        [result] = llm.run(program, [request], seed=seed, live=view)
     tree = replace(result.tree, strategy=strategy, model=Path(options.model).name)
     if result.best is not None:
         print(result.best.text)
