@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treewise.branch import Branch, call, decode, gather, generate, keep, score
+    from treewise.branch import Branch, DeadBranchError, call, decode, gather, generate, keep, score
     from treewise.budgets import BudgetExceeded, Cancelled, limit
     from treewise.config import BeamSearchParams, SamplingParams
     from treewise.controller import BeamSearch, Controller, Greedy, Rows, Sample, TreeView
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 
 # Imported on first use: the command line answers `--help` without loading torch.
 _HOMES = {
-    "treewise.branch": ("Branch", "call", "decode", "gather", "generate", "keep", "score"),
+    "treewise.branch": ("Branch", "DeadBranchError", "call", "decode", "gather", "generate", "keep", "score"),
     "treewise.budgets": ("BudgetExceeded", "Cancelled", "limit"),
     "treewise.config": ("BeamSearchParams", "SamplingParams"),
     "treewise.controller": ("BeamSearch", "Controller", "Greedy", "Rows", "Sample", "TreeView"),
@@ -42,6 +42,7 @@ __all__ = [
     "BudgetExceeded",
     "Cancelled",
     "Controller",
+    "DeadBranchError",
     "Grammar",
     "Greedy",
     "LiveTree",

@@ -3,6 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
+from tiny import ChatBytes, idle, tiny_llm
+
+import treewise
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,6 +23,24 @@ def test_every_test_that_the_list_of_faults_names_exists():
         if not (any(test.startswith(name) for test in defined) if shortened else name in defined)
     ]
     assert not missing
+
+
+def reference():
+    """The examples in the tables of the reference of programs."""
+    page = (ROOT / "docs" / "programs.md").read_text("utf-8")
+    tables = page.partition("\n## Reference\n")[2].partition("\n### What is raised\n")[0]
+    return re.findall(r"^\| `(.+?)` \|", tables, flags=re.MULTILINE)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("example", reference())
+def test_examples_of_the_reference_run(example):
+    names = {name: getattr(treewise, name) for name in treewise.__all__} | {"print": lambda piece: None}
+    body = ["[trunk] = root.fork()", "branch, other = branches = trunk.fork(2)", "values = [1.0, 2.0]", example]
+    exec("async def program(root):\n" + "".join(f"    {line}\n" for line in body), names)
+    llm = tiny_llm(codec=ChatBytes(), max_model_len=40)
+    llm.run(names["program"], ["Hello"], seed=0)
+    idle(llm)
 
 
 def test_links_between_documents_lead_somewhere():
