@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from tiny import dense_logits, tiny_llm, tiny_model
 
 from treewise import (
+    Cancelled,
     Rows,
     SamplingParams,
     call,
     decode,
     gather,
     generate,
+    limit,
     score,
+    stream,
 )
 from treewise.attention import METHODS
 from treewise.branch import DeadBranchError, Observe
@@ -125,6 +128,28 @@ class Script:
         with suppress(Mischief):
             await gather(*(self.carry_out(some, part, shared) for some, part in zip(own, (first, second), strict=True)))
 
+    async def within(self, branches, tokens, cancels, part):
+        """A sub-program that may run out of tokens, or be cancelled while it runs."""
+        bounded = limit(self.carry_out(branches, part, guard=False), tokens=tokens + 1)
+
+        async def cancel():
+            await call(int)
+            bounded.cancel()
+
+        with suppress(Cancelled):
+            await gather(bounded, *([cancel()] if cancels else []))
+
+    async def read(self, branches, which, pieces, stop):
+        branch, joined = branches[which % len(branches)], ""
+        start = branch.num_tokens
+        async for piece in stream(branch, SamplingParams(temperature=0.9, max_tokens=9, min_p=0.05, stop=stop)):
+            joined += piece
+            pieces -= 1
+            if pieces < 0:
+                return
+        if branch.finished:
+            assert branch.decode(branch.path_tokens[start:]) == joined
+
     async def misbehave(self, branches):
         raise Mischief
 
@@ -166,6 +191,7 @@ simple = st.one_of(
     st.tuples(st.just("append"), small, st.lists(st.integers(1, 100), min_size=1, max_size=9)),
     st.tuples(st.just("prune"), small),
     st.tuples(st.just("sample"), small, st.integers(0, 9), st.sampled_from([(), ("<",), ("l", "ll")])),
+    st.tuples(st.just("read"), small, st.integers(0, 12), st.sampled_from([(), ("<",), ("l", "ll")])),
     st.tuples(st.just("control"), small, st.integers(1, 6)),
     st.tuples(st.just("rate"), small),
     st.tuples(st.just("observe"), small, small),
@@ -175,7 +201,13 @@ rare = st.sampled_from([("misbehave",), ("end",)])
 operations = st.recursive(
     st.lists(simple, min_size=1, max_size=6),
     lambda inner: st.lists(
-        st.one_of(simple, simple, simple, st.tuples(st.just("both"), inner, inner, st.booleans()), rare), max_size=6
+        st.one_of(
+            *[simple] * 3,
+            st.tuples(st.just("both"), inner, inner, st.booleans()),
+            st.tuples(st.just("within"), small, st.booleans(), inner),
+            rare,
+        ),
+        max_size=6,
     ),
     max_leaves=6,
 )
