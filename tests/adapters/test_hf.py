@@ -78,6 +78,14 @@ def test_a_prompt_is_read_once_for_all_its_beams():
     assert reads.kv_bytes_of_rows == a_token * sum(alone)
 
 
+def test_a_prompt_that_is_taken_in_chunks_is_shared_as_a_whole(model):
+    options = {"num_beams": 3, "do_sample": False}
+    expected, whole = run(model, "treewise", PROMPT, **options)
+    got, chunked = run(model, "treewise", PROMPT, prefill_chunk_size=6, **options)
+    assert got == expected
+    assert chunked == whole
+
+
 def test_neighbouring_prompts_share_their_common_beginning(model):
     prompts = [PROMPT[0][:9] + end for end in ([1, 2, 3], [1, 4, 5], [6, 7, 8])]
     got, reads = run(model, "treewise", prompts, do_sample=False)

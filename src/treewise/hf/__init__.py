@@ -53,11 +53,11 @@ def register() -> None:
 def shared_prefixes(model: Any, method: str = "deft:flatten") -> Iterator[Reads]:
     """Within, `model` reads keys that rows of a batch have in common once, where its attention is ``"treewise"``.
 
-    The forward that fills an empty cache tells what is common: the columns from the first on in which a row has the
-    token, mask and position of the row before it. `generate` puts the copies of a prompt side by side, so all beams or
-    sequences of a prompt become one tree; so do neighbouring prompts with a common beginning. Steps of one token a row
-    then attend over trees. Everything else (the prompt's own forward, static and quantised caches, further inputs
-    such as images) is computed as by ``"sdpa"``.
+    The prompt's own forward, or its several chunks, tell what is common: the columns from the first on in which a row
+    has the token, mask and position of the row before it. `generate` puts the copies of a prompt side by side, so all
+    beams or sequences of a prompt become one tree; so do neighbouring prompts with a common beginning. Steps of one
+    token a row then attend over trees. Everything else (the prompt's own forward, static and quantised caches, further
+    inputs such as images) is computed as by ``"sdpa"``.
 
     Parameters
     ----------
@@ -95,18 +95,23 @@ def shared_prefixes(model: Any, method: str = "deft:flatten") -> Iterator[Reads]
         tokens = given.get("input_ids", args[0] if args else None)
         if cache is None or tokens is None:
             return None
-        past = int(cache.get_seq_length())
+        past, count = int(cache.get_seq_length()), tokens.shape[1]
         if past == 0:
-            known.pop(cache, None)
-            others = [name for name, value in given.items() if isinstance(value, Tensor) and name not in COMPARED]
-            if len(args) <= 1 and not others and _grows(cache):
-                known[cache] = common_columns(tokens, given.get("attention_mask"), given.get("position_ids"))
-        common = known.get(cache)
-        if common is None or len(common) != len(tokens) or tokens.shape[1] != 1:
+            known[cache] = [0] * len(tokens) if _grows(cache) else []
+        common = known.get(cache, [])
+        if len(common) != len(tokens):
             return None
         # NOTE: a cache may be cut back and filled with other tokens; what was cut is not common any more.
         common[:] = (min(shared, past) for shared in common)
-        return args, {**given, "treewise_step": Step(common, past + 1, method, reads)}
+        if count == 1:
+            return args, {**given, "treewise_step": Step(common, past + 1, method, reads)}
+        others = [name for name, value in given.items() if isinstance(value, Tensor) and name not in COMPARED]
+        if len(args) <= 1 and not others:
+            mask = given.get("attention_mask")
+            mask = mask[:, -count:] if mask is not None and mask.ndim == 2 else mask
+            more = common_columns(tokens, mask, given.get("position_ids"))
+            common[:] = (past + new if shared == past else shared for shared, new in zip(common, more, strict=True))
+        return None
 
     hook = model.register_forward_pre_hook(before, with_kwargs=True)
     try:
