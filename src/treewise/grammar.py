@@ -28,9 +28,7 @@ class Grammar:
     Raises
     ------
     ValueError
-        If llguidance cannot use it; the message says what is wrong.
-    ImportError
-        If llguidance is not installed.
+        If llguidance cannot use it, or is not installed; the message says what is wrong.
 
     Examples
     --------
@@ -88,13 +86,13 @@ def library() -> Any:
 
     Raises
     ------
-    ImportError
+    ValueError
         If it is not installed; the message says how to.
     """
     try:
         return import_module("llguidance")
     except ImportError as error:
-        raise ImportError(f"grammar: needs llguidance; pip install 'treewise[grammar]' ({error})") from None
+        raise ValueError(f"grammar: needs llguidance; pip install 'treewise[grammar]' ({error})") from None
 
 
 def _to_json(kind: str, value: Any) -> str:

@@ -14,6 +14,7 @@ import treewise.llm
 from treewise.cli import main
 from treewise.cli.options import ModelOptions
 from treewise.cli.search import parse_settings
+from treewise.grammar import Grammar
 from treewise.results import CompletionOutput, ProgramOutput, RequestOutput, Tree, TreeNode, Usage
 
 
@@ -99,6 +100,23 @@ def test_generate_reads_standard_input(capsys, monkeypatch):
 def test_generate_chats(capsys):
     main(["generate", "Where?", "--chat", "--system", "Be brief."])
     assert FakeLLM.asked[0] == [9, 6]
+
+
+def test_generate_takes_a_grammar(capsys, tmp_path):
+    pytest.importorskip("llguidance")
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    for flag, value, grammar in (
+        ("--json-schema", '{"type": "integer"}', Grammar.json_schema({"type": "integer"})),
+        ("--json-schema", str(tmp_path / "schema.json"), Grammar.json_schema({"type": "integer"})),
+        ("--regex", "[0-9]+", Grammar.regex("[0-9]+")),
+        ("--choice", "yes,no", Grammar.choice(["yes", "no"])),
+    ):
+        main(["generate", "Where?", "--max-tokens", "9", flag, value])
+        assert FakeLLM.asked[1].grammar == grammar and FakeLLM.asked[1].max_tokens == 9
+        capsys.readouterr()
+    assert "cannot be used beside json_schema" in fails(capsys, "generate", "a", "--regex", "b", "--json-schema", "{}")
+    assert "regex" in fails(capsys, "generate", "a", "--regex", "(")
+    assert "schema.txt" in fails(capsys, "generate", "a", "--json-schema", "schema.txt")
 
 
 def test_generate_writes_json(capsys):

@@ -403,5 +403,5 @@ def test_grammars_are_values():
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ImportError, match=r"grammar: needs llguidance; pip install 'treewise\[grammar\]'"):
+    with pytest.raises(ValueError, match=r"grammar: needs llguidance; pip install 'treewise\[grammar\]'"):
         Grammar.regex("a")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from treewise.cli.options import ModelOptions, encode_chat, read_prompt, working
+from treewise.cli.options import GrammarOptions, ModelOptions, encode_chat, read_prompt, working
 from treewise.config import SamplingParams
 from treewise.results import json_safe
 
@@ -21,6 +22,7 @@ def generate(
     system: str | None = None,
     json_lines: Annotated[bool, Parameter("--json")] = False,
     sampling: Annotated[SamplingParams | None, Parameter("*", group="Sampling")] = None,
+    grammar: Annotated[GrammarOptions | None, Parameter("*", group="Grammar")] = None,
     options: Annotated[ModelOptions | None, Parameter("*", group="Model and engine")] = None,
 ) -> None:
     """Continue a prompt, or answer it with --chat.
@@ -39,6 +41,8 @@ def generate(
     sampling, options = sampling or SamplingParams(), options or ModelOptions()
     if system is not None and not chat:
         raise ValueError("system: needs --chat")
+    if grammar is not None:
+        sampling = replace(sampling, grammar=grammar.grammar())
     text = read_prompt(prompt)
     llm = options.load()
     request = encode_chat(llm, text, system) if chat else text

@@ -8,12 +8,58 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cyclopts import Parameter
 from rich.console import Console
+
+from treewise.grammar import Grammar
 
 if TYPE_CHECKING:
     from treewise.llm import LLM
+
+
+Parameter(parse=False)(Grammar)  # `SamplingParams.grammar` is made of `GrammarOptions`, not of flags of its own
+
+
+@dataclass(frozen=True)
+class GrammarOptions:
+    """What the text must be.
+
+    Parameters
+    ----------
+    json_schema : str
+        JSON of this schema, or of the schema in this file.
+    regex : str
+        A match of this regular expression.
+    choice : str
+        One of these texts, with commas between them.
+    """
+
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: str | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Make the grammar that was asked for, if any.
+
+        Raises
+        ------
+        ValueError
+            If more than one was asked for, or it cannot be used.
+        OSError
+            If the schema's file cannot be read.
+        """
+        given = [name for name, value in asdict(self).items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: cannot be used beside {given[0]}; give one of them")
+        if self.json_schema is not None:
+            inline = self.json_schema.lstrip().startswith("{")
+            return Grammar.json_schema(self.json_schema if inline else Path(self.json_schema).read_text("utf-8"))
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        return None if self.choice is None else Grammar.choice(self.choice.split(","))
 
 
 @dataclass(frozen=True)
