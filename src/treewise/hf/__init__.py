@@ -103,6 +103,8 @@ def shared_prefixes(model: Any, method: str = "deft:flatten") -> Iterator[Reads]
             return None
         # NOTE: a cache may be cut back and filled with other tokens; what was cut is not common any more.
         common[:] = (min(shared, past) for shared in common)
+        if count == 1 and model.config.get_text_config()._attn_implementation != NAME:
+            return None
         if count == 1:
             return args, {**given, "treewise_step": Step(common, past + 1, method, reads)}
         others = [name for name, value in given.items() if isinstance(value, Tensor) and name not in COMPARED]
