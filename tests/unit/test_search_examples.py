@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -63,6 +64,103 @@ def test_the_demo_draws_a_page_for_each_strategy(monkeypatch, tmp_path, capsys):
         assert (tmp_path / "demo" / f"{name}.html").read_text("utf-8").startswith("<!doctype html>")
     assert out.count("tokens/s") == out.count("Answer:") == 2
     assert f"of 2 strategies found {demo.ANSWER}" in out
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Load an example whose model is a tiny one."""
+    model = tiny_model()
+
+    def loaded(name):
+        example = load(name)
+        monkeypatch.setattr(example, "LLM", lambda *_, **__: tiny_llm(model))
+        return example
+
+    return loaded
+
+
+def test_word_problems_count_votes(tiny, monkeypatch, capsys):
+    example = tiny("word_problems")
+    monkeypatch.setattr(example, "SETTINGS", example.SETTINGS | {"n": 3, "max_tokens": 4})
+    example.main()
+    out = capsys.readouterr().out
+    assert out.count("of the votes") == out.count("tokens/s") == len(example.PROBLEMS)
+    assert out.rstrip().endswith(f"of {len(example.PROBLEMS)} are right")
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (" 8 * 3 ", [4, 5, 24]),
+        ("8 / 4 ", [3, 5, 2]),
+        ("3 - 8 ", None),  # below 0
+        ("8 / 3 ", None),  # not whole
+        ("8 * 8 ", None),  # only one 8 is there
+        ("8 x 3 ", None),
+    ],
+)
+def test_the_game_of_24_checks_steps(text, left):
+    assert load("game_of_24").step_of([3, 4, 5, 8], text) == left
+
+
+@pytest.mark.parametrize(
+    ("numbers", "worth"), [([24], 1), ([23], 0.1), ([3, 8], 1), ([3, 9], 0.1), ([5, 3, 8, 8], 1), ([1] * 4, 0.1)]
+)
+def test_the_game_of_24_knows_what_can_be_reached(numbers, worth):
+    game = load("game_of_24")
+    assert game.worth(numbers) == worth and game.worth(None) == 0
+
+
+def test_the_game_of_24_plays_what_the_checker_likes(tiny, capsys):
+    game = tiny("game_of_24")
+    game.main()
+    assert f"search: 0 of {len(game.GAMES)} games won" in capsys.readouterr().out
+
+    async def program(root):
+        # Steps that a model could have named, in its place.
+        words = iter(["8 * 3 ", "5 - 2 ", "9 * 9 ", "3 * 8 "])
+        original = game.generate
+
+        async def named(steps, params):
+            for step in steps:
+                step.append(next(words))
+
+        game.generate = named
+        try:
+            return await game.play(root, [2, 5, 8], width=2, beam=1)
+        finally:
+            game.generate = original
+
+    [result] = tiny_llm().run(program, ["x"])
+    assert result.value.note == [24]
+    assert result.best.text == "5 - 2  3 (left: 3 8)\n3 * 8  24 (left: 24)\n"
+
+
+def test_the_road_map_knows_its_ways(tiny, monkeypatch, capsys):
+    example = tiny("road_map")
+    assert [example.way_of(text) for text in (" B > E > F >", " C > F > K > M > A", " D > B", " B > A", "")] == [
+        "ABEF",
+        "ACFKM",
+        "",
+        "",
+        "A",
+    ]
+    assert example.reward([" C > F > K > M", " B > E", " B > M", ""]) == pytest.approx([1, 0.4, 0, 0])
+    monkeypatch.setattr(example, "SETTINGS", example.SETTINGS | {"iterations": 3, "width": 2})
+    example.main()
+    assert capsys.readouterr().out.rstrip().endswith("(not found)")
+
+
+def test_rollouts_are_collected_as_lines(tiny, monkeypatch, tmp_path, capsys):
+    example = tiny("collect_rollouts")
+    monkeypatch.setattr(example, "SETTINGS", example.SETTINGS | {"widths": (2, 2), "at": (2,), "max_tokens": 4})
+    path = tmp_path / "rollouts.jsonl"
+    example.main(str(path))
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert 2 * len(example.SUMS) <= len(lines) <= 4 * len(example.SUMS)
+    assert {line["reward"] for line in lines} <= {0.0, 1.0}
+    assert all(len(line["logprobs"]) == len(line["token_ids"]) for line in lines)
+    assert f"{len(lines)} trajectories" in capsys.readouterr().out
 
 
 def blocks(path):

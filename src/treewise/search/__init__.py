@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from treewise.branch import Branch
-from treewise.search.answers import EXTRACTORS, extract_answer, same_answer
+from treewise.search.answers import EXTRACTORS, extract_answer, last_number, same_answer
 from treewise.search.beams import beam_search, replay
 from treewise.search.certainty import self_certainty
 from treewise.search.conversation import ask
@@ -37,6 +37,7 @@ __all__ = [
     "best_of_n",
     "depth_first_thoughts",
     "extract_answer",
+    "last_number",
     "monte_carlo_tree_search",
     "replay",
     "rollouts",
