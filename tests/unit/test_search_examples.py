@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny import tiny_llm, tiny_model
+from tiny import ChatBytes, tiny_llm, tiny_model
 
 import treewise.llm
 
@@ -170,7 +170,7 @@ def blocks(path):
 @pytest.mark.parametrize("path", ["README.md", "docs/programs.md"])
 def test_the_code_in_the_documents_runs(path, monkeypatch, tmp_path, capsys):
     model = tiny_model()
-    monkeypatch.setattr(treewise.llm, "LLM", lambda *_, **options: tiny_llm(model, **options))
+    monkeypatch.setattr(treewise.llm, "LLM", lambda *_, **options: tiny_llm(model, ChatBytes(), **options))
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "document"}
     assert blocks(path)
