@@ -368,6 +368,23 @@ def test_masks_say_which_tokens_may_come(lexicon):
     assert [row.isfinite().nonzero().flatten().tolist() for row in bias] == [[97, 98], [120]]
 
 
+@pytest.mark.parametrize("blank", [b"", b" "])
+def test_a_text_without_a_choice_is_written_as_the_tokenizer_would(blank):
+    class Words(Bytes):
+        vocab_size = VOCABULARY + 2
+
+        def encode(self, text, *, add_special_tokens=True):
+            data = blank + text.encode()
+            return [VOCABULARY + 1] if data == b" hello" else [VOCABULARY] if data == b"hello" else list(data)
+
+        def token_bytes(self, token):
+            return super().token_bytes(token) if token < VOCABULARY else [b"hello", b" hello"][token - VOCABULARY]
+
+    lexicon = Lexicon(Words(), VOCABULARY + 2, {EOS})
+    bias = grammar_bias([lexicon.start(Grammar.choice(["hello"]))], [()], torch.device("cpu"))
+    assert bias[0].isfinite().nonzero().flatten().tolist() == [VOCABULARY]
+
+
 # ---------------------------------------------------------------------- mistakes
 
 
