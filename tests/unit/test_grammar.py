@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -383,6 +385,20 @@ def test_a_text_without_a_choice_is_written_as_the_tokenizer_would(blank):
     lexicon = Lexicon(Words(), VOCABULARY + 2, {EOS})
     bias = grammar_bias([lexicon.start(Grammar.choice(["hello"]))], [()], torch.device("cpu"))
     assert bias[0].isfinite().nonzero().flatten().tolist() == [VOCABULARY]
+
+
+def test_the_example_counts_votes_field_by_field(monkeypatch, capsys):
+    path = Path(__file__).parents[2] / "examples" / "json_extraction.py"
+    spec = importlib.util.spec_from_file_location("json_extraction", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "LLM", lambda *_, **__: tiny_llm())
+    monkeypatch.setattr(example, "FACTS", dict(list(example.FACTS.items())[:1]))
+    example.main(n=3, beam_width=2)
+    printed = capsys.readouterr().out
+    assert re.search(r"^age: .* by \d of 3, (right|wrong)", printed, re.MULTILINE)
+    assert re.search(r"^likeliest: \{ ?\"name\"", printed, re.MULTILINE)
+    assert re.search(r"^\d of 3 fields are right", printed, re.MULTILINE)
 
 
 # ---------------------------------------------------------------------- mistakes
