@@ -16,6 +16,7 @@ from treewise.cli.options import ModelOptions
 from treewise.cli.search import parse_settings
 from treewise.grammar import Grammar
 from treewise.results import CompletionOutput, ProgramOutput, RequestOutput, Tree, TreeNode, Usage
+from treewise.search import Trajectory
 
 
 class FakeLLM:
@@ -145,6 +146,17 @@ def test_search_chats_where_the_model_can():
     assert FakeLLM.asked[0] == ["Where?"]
     main(["search", "Where?", "--system", "Be brief."])
     assert FakeLLM.asked[0] == [[9, 6]]
+
+
+def test_rollouts_are_lines_of_json(capsys, monkeypatch):
+    trajectory = Trajectory(0, None, 0, [1], [3], [float("-inf")], " Paris.", "stop", 1.0, 0.0, [])
+    monkeypatch.setattr(
+        FakeLLM, "run", lambda self, program, prompts, **_: [ProgramOutput([trajectory] * 2, None, [], self.tree())]
+    )
+    main(["search", "Where?", "--strategy", "rollouts", "--set", "widths=[2]", "--set", "at=[]"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["token_ids"] for line in lines] == [[3], [3]]
+    assert lines[0]["logprobs"] == ["-Infinity"]
 
 
 def test_search_lists_strategies(capsys):

@@ -49,10 +49,10 @@ def plain_search(model, params, eos=()):
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
-@pytest.mark.parametrize("eos", [(), (5,), (2, 7, 11)])
+@pytest.mark.parametrize("eos", [(), (5,), (2, 7, 11), (1, 2, 3, 4)])
 def test_groups_find_what_a_search_over_lists_finds(length_penalty, eos):
     kinds = set()
-    for (width, groups), penalty, seed in itertools.product(((4, 2), (6, 3), (3, 3)), (0.0, 0.4, 3.0), (2, 3)):
+    for (width, groups), penalty, seed in itertools.product(((4, 2), (6, 3), (3, 3)), (0.0, 0.4, 3.0), (2, 3, 4)):
         model = random_model(14, order=seed, scale=1.5)
         params = BeamSearchParams(
             width,

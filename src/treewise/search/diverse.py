@@ -70,7 +70,7 @@ class DiverseBeamSearch:
         groups = [self._group(leaf.path) for leaf in tree.leaves]
         finished = [(self._group(leaf.path), leaf) for leaf in tree.finished]
         rows: list[tuple[int, int]] = []
-        penalties = torch.zeros_like(logprobs[0])
+        penalties: Tensor | None = None  # [vocab], once a group has chosen
         for group, paid in enumerate(self._paid):
             places = [place for place, own in enumerate(groups) if own == group]
             if not places:
@@ -82,16 +82,18 @@ class DiverseBeamSearch:
                 [self._indebted(leaf, paid) for own, leaf in finished if own == group],
                 tree.eos_token_ids,
             )
-            selection = self.search.select(view, logprobs[places] - penalties)
-            costs = penalties[[row.token for row in selection.rows]].tolist()
-            for row, cost in zip(selection.rows, costs, strict=True):
-                leaf = tree.leaves[places[row.parent]]
-                before = paid.get(tuple(leaf.tokens), 0.0)
-                if before + cost:
-                    paid[*leaf.tokens, row.token] = before + cost
+            mine = logprobs if len(places) == len(groups) else logprobs[places]  # wide beams are not copied
+            selection = self.search.select(view, mine if penalties is None else mine - penalties)
+            for row in selection.rows:
                 rows.append((places[row.parent], row.token))
-            for beam in selection.beams:
-                penalties[beam.token] += self.penalty
+                if paid or penalties is not None:
+                    tokens = tree.leaves[places[row.parent]].tokens
+                    cost = 0.0 if penalties is None else float(penalties[row.token])
+                    paid[*tokens, row.token] = paid.get(tuple(tokens), 0.0) + cost
+            if self.penalty:
+                penalties = torch.zeros_like(logprobs[0]) if penalties is None else penalties
+                for beam in selection.beams:
+                    penalties[beam.token] += self.penalty
         return Rows([parent for parent, _ in rows], [token for _, token in rows])
 
     def _group(self, path: tuple[int, ...]) -> int:
@@ -99,5 +101,4 @@ class DiverseBeamSearch:
 
     @staticmethod
     def _indebted(leaf: Leaf, paid: dict[tuple[int, ...], float]) -> Leaf:
-        debt = paid.get(tuple(leaf.tokens), 0.0)
-        return replace(leaf, logprob=leaf.logprob - debt) if debt else leaf
+        return replace(leaf, logprob=leaf.logprob - paid.get(tuple(leaf.tokens), 0.0)) if paid else leaf
