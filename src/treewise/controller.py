@@ -286,7 +286,7 @@ class BeamSearch:
                 ending.append(candidate)
 
         going = [beam for beam in beams if tree.leaves[beam.parent].room != 1]
-        ending += [beam for beam in beams if beam not in going]
+        ending += [beam for beam in beams if tree.leaves[beam.parent].room == 1]
         scores = [self.score(leaf.logprob, leaf.num_tokens) for leaf in tree.finished]
         scores = sorted(scores + [candidate.score for candidate in ending], reverse=True)
         bar = scores[width - 1] if len(scores) >= width else -math.inf
