@@ -13,7 +13,7 @@ from treewise.attention import run_plan
 from treewise.bench.fit import Measured, fit, fit_costs, judge, non_negative_least_squares
 from treewise.bench.trees import find_trees
 from treewise.plan import cost, partition, plan_tree
-from treewise.plan.cost import COEFFICIENTS, FEATURES, Costs, Layer, costs_for, read_costs
+from treewise.plan.cost import COEFFICIENTS, FEATURES, MARGIN, Costs, Layer, costs_for, read_costs
 from treewise.plan.cut import Task, cut
 from treewise.plan.cut import _rows_and_chunk as rows_and_chunk
 from treewise.plan.layout import lay_out
@@ -48,7 +48,7 @@ def test_the_pick_follows_the_data_and_says_why(folder):
     assert plan.method == "radix"
     told = re.fullmatch(
         r"radix: predicted deft:flatten ([\d.]+) us, deft:node_chunk ([\d.]+) us, radix ([\d.]+) us "
-        r"\(the first unless another needs 10% less\), from times measured on cpu",
+        r"\(the first unless another needs 20% less\), from times measured on cpu",
         plan.why,
     )
     assert told and float(told[3]) < 0.9 * float(told[1]) and float(told[3]) < float(told[2])
@@ -187,7 +187,7 @@ def test_the_fit_finds_the_coefficients_that_made_the_times():
     found = fit_costs("cpu", rows)
     assert [found[name] for name in names] == pytest.approx(truth, rel=1e-2, abs=1e-2)
     quality, table = judge(Costs("cpu", "cpu", 0, found), rows)
-    assert quality["worst_error"] < 0.01 and quality["worst_loss"] < 0.12 and len(table) == 30
+    assert quality["worst_error"] < 0.01 and quality["worst_loss"] < 1 / (1 - MARGIN["cpu"]) - 1 and len(table) == 30
     negative = non_negative_least_squares(np.array([[1.0, 2.0], [1.0, 1.0], [0.0, 1.0]]), np.array([1.0, 1.0, -1.0]))
     assert negative.tolist() == pytest.approx([1.0, 0.0])
 

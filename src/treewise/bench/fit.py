@@ -18,7 +18,7 @@ from treewise.attention import TreeSpec, plan_tree, run_plan
 from treewise.bench.attention import DTYPES, random_inputs, read_heads
 from treewise.bench.measure import check_device, describe_machine, progress, report, time_calls
 from treewise.bench.trees import find_trees, visible_lengths
-from treewise.plan.cost import COEFFICIENTS, FEATURES, Costs, Layer, describe, pick, user_file, work_of_items
+from treewise.plan.cost import COEFFICIENTS, FEATURES, MARGIN, Costs, Layer, describe, pick, user_file, work_of_items
 from treewise.results import json_safe
 
 Floats = npt.NDArray[np.float64]
@@ -178,7 +178,7 @@ def judge(costs: Costs, measured: Sequence[Measured]) -> tuple[dict[str, float],
         guesses.setdefault(key, {})[one.method] = guess
         rows.setdefault(key, {"heads": one.heads, "tree": one.tree} | dict.fromkeys(METHODS))[one.method] = one.run_us
     for key, times in guesses.items():
-        method, row = pick(times), rows[key]
+        method, row = pick(times, MARGIN[costs.kind]), rows[key]
         row |= {"pick": method, "predicted": times[method], "loss": row[method] / min(row[name] for name in times) - 1}
     losses = [row["loss"] for row in rows.values()]
     quality = {
