@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treewise.branch import Branch, DeadBranchError, call, decode, gather, generate, keep, score
+    from treewise.awaitables import call, decode, gather, generate, score
+    from treewise.branch import Branch, DeadBranchError, keep
     from treewise.budgets import BudgetExceeded, Cancelled, limit
     from treewise.config import BeamSearchParams, SamplingParams
     from treewise.controller import BeamSearch, Controller, Greedy, Rows, Sample, TreeView
@@ -23,7 +24,8 @@ __version__ = "0.1.0"
 
 # Imported on first use: the command line answers `--help` without loading torch.
 _HOMES = {
-    "treewise.branch": ("Branch", "DeadBranchError", "call", "decode", "gather", "generate", "keep", "score"),
+    "treewise.awaitables": ("call", "decode", "gather", "generate", "score"),
+    "treewise.branch": ("Branch", "DeadBranchError", "keep"),
     "treewise.budgets": ("BudgetExceeded", "Cancelled", "limit"),
     "treewise.config": ("BeamSearchParams", "SamplingParams"),
     "treewise.controller": ("BeamSearch", "Controller", "Greedy", "Rows", "Sample", "TreeView"),

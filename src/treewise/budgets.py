@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from time import perf_counter
 from typing import Any
 
-from treewise.branch import Operation, Result, as_coroutine, name_of
+from treewise.awaitables import Operation, Result, as_coroutine, name_of
 from treewise.config import check_integer
 
 

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from treewise.awaitables import Call, Decode, Gather, Observe, Operation
 from treewise.batch import Batch
-from treewise.branch import Branch, BranchTree, Call, Codec, Decode, Gather, Observe, Operation
+from treewise.branch import Branch, BranchTree, Codec
 from treewise.budgets import Budget, Limit
 from treewise.config import check_integer
 from treewise.graphs import Plans

@@ -12,7 +12,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from treewise.branch import Branch, BranchTree, Observe, checked_tokens, generate
+from treewise.awaitables import Observe, generate
+from treewise.branch import Branch, BranchTree, checked_tokens
 from treewise.budgets import Budget
 from treewise.config import BeamSearchParams, SamplingParams
 from treewise.constraint import Lexicon
@@ -298,7 +299,7 @@ class LLM:
         Parameters
         ----------
         program : async function
-            Takes the root `Branch`; see `treewise.branch` for what it can await.
+            Takes the root `Branch`; see `treewise.awaitables` for what it can await.
         prompts : str, list of int, list of messages, or list of these
             See `generate`.
         seed : int, optional

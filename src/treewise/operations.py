@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from treewise.branch import Branch, BranchTree, Decode, Observe, Operation, name_of
+from treewise.awaitables import Decode, Observe, Operation, name_of
+from treewise.branch import Branch, BranchTree
 from treewise.budgets import Budget, Cancelled
 from treewise.choices import Choice, choose
 from treewise.config import SamplingParams

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from treewise.branch import Branch, Operation, generate
+from treewise.awaitables import Operation, generate
+from treewise.branch import Branch
 from treewise.config import SamplingParams
 from treewise.operations import DecodeRun, Limits, Task
 

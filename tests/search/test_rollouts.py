@@ -11,7 +11,7 @@ import torch
 from tiny import EOS, dense_logits, tiny_llm, tiny_model
 
 import treewise.search.trajectories
-from treewise.branch import generate
+from treewise.awaitables import generate
 from treewise.config import SamplingParams
 from treewise.results import json_safe
 from treewise.search import rollouts

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny import EOS, ChatBytes, dense_logits, tiny_llm, tiny_model
 
-from treewise.branch import DeadBranchError, generate
+from treewise.awaitables import generate
+from treewise.branch import DeadBranchError
 from treewise.config import BeamSearchParams, SamplingParams
 from treewise.search import (
     STRATEGIES,

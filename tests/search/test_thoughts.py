@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import EOS, dense_logits, tiny_llm, tiny_model
 
 import treewise.search.steps
-from treewise.branch import generate
+from treewise.awaitables import generate
 from treewise.config import SamplingParams
 from treewise.search import ALLOTMENTS, STRATEGIES
 from treewise.search.monte_carlo import ConfidenceTree

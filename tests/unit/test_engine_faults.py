@@ -21,7 +21,8 @@ from treewise import (
     generate,
     score,
 )
-from treewise.branch import Branch, BranchTree, DeadBranchError, Observe
+from treewise.awaitables import Observe
+from treewise.branch import Branch, BranchTree, DeadBranchError
 from treewise.engine import Request
 from treewise.operations import Task
 from treewise.tree import Node

@@ -22,7 +22,8 @@ from treewise import (
     stream,
 )
 from treewise.attention import METHODS
-from treewise.branch import DeadBranchError, Observe
+from treewise.awaitables import Observe
+from treewise.branch import DeadBranchError
 from treewise.scheduler import PoolTooSmall
 
 MODEL = tiny_model(windows=(None, 9), max_positions=80)

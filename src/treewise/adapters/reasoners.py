@@ -11,7 +11,8 @@ from reasoners import GenerateOutput, LanguageModel
 from torch import Tensor
 
 from treewise.adapters.scoring import score_continuations
-from treewise.branch import Branch, decode
+from treewise.awaitables import decode
+from treewise.branch import Branch
 from treewise.config import SamplingParams
 from treewise.controller import TreeView
 from treewise.llm import LLM

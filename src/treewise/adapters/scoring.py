@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from treewise.branch import Branch, Observe
+from treewise.awaitables import Observe
+from treewise.branch import Branch
 from treewise.llm import LLM
 
 CONTEXTS = 256

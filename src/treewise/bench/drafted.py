@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from treewise.awaitables import decode
 from treewise.bench.case import Case
-from treewise.branch import Branch, decode
+from treewise.branch import Branch
 from treewise.config import SamplingParams
 from treewise.controller import Rows, TreeView
 from treewise.replay import Recordings

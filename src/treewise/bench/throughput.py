@@ -13,13 +13,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from treewise.awaitables import generate
 from treewise.bench.compare import measure, notes
 from treewise.bench.engines import OTHERS, OtherEngine, Room, check_installed
 from treewise.bench.measure import describe_machine, peak_memory, report
 from treewise.bench.runs import WARM, Facts, Run, random_prompt
 from treewise.bench.steps import percentiles
 from treewise.bench.subject import Subject, read_methods
-from treewise.branch import Branch, generate
+from treewise.branch import Branch
 from treewise.config import SamplingParams, check_integer
 from treewise.engine import Request
 from treewise.llm import LLM

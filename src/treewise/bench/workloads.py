@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treewise.awaitables import decode, generate
 from treewise.bench.case import Case
 from treewise.bench.drafted import speculation
-from treewise.branch import Branch, decode, generate
+from treewise.branch import Branch
 from treewise.config import BeamSearchParams, SamplingParams, check_integer
 from treewise.controller import Replay
 from treewise.replay import Recordings, Schedule, Span, load_recordings

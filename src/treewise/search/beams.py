@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from treewise.branch import Branch, decode, keep
+from treewise.awaitables import decode
+from treewise.branch import Branch, keep
 from treewise.config import BeamSearchParams, check_integer
 from treewise.controller import Replay
 from treewise.replay import Schedule, load_recordings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treewise.branch import Branch, gather, score
+from treewise.awaitables import gather, score
+from treewise.branch import Branch
 from treewise.turns import PLACE, ChatCodec
 
 

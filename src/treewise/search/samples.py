@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from treewise.branch import Branch, call, decode, generate, keep
+from treewise.awaitables import call, decode, generate
+from treewise.branch import Branch, keep
 from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer
 from treewise.search.answers import EXTRACTORS, Extractor, same_answer
 from treewise.search.certainty import CertaintySample

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from treewise.branch import Branch, generate
+from treewise.awaitables import generate
+from treewise.branch import Branch
 from treewise.config import SamplingParams, check_integer
 from treewise.search.evaluators import EVALUATORS, JUDGE, evaluate_chains
 from treewise.search.samples import Reward

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean, pstdev
 
-from treewise.branch import Branch, generate
+from treewise.awaitables import generate
+from treewise.branch import Branch
 from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer
 from treewise.search.samples import Reward, mean_logprob, rewards
 
