@@ -27,12 +27,17 @@ from treewise.search import (
     tree_of_thoughts,
 )
 
+
+def parity(text):
+    return str(len(text.strip("aeiou ")) % 2)
+
+
 MODEL = tiny_model()
 SHORT = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 6}
 THOUGHTS = {"depth": 2, "stop": " ", "thought_tokens": 5, "answer_tokens": 4, "temperature": 1.0, "top_p": 1.0}
 SETTINGS = {
     "best_of_n": {"n": 4, **SHORT},
-    "self_consistency": {"n": 5, "extract": lambda text: str(len(text.strip("aeiou ")) % 2), **SHORT},
+    "self_consistency": {"n": 5, "extract": parity, **SHORT},
     "beam_search": {"beam_width": 3, "max_tokens": 5},
     "tot": THOUGHTS,
     "tot_dfs": {"threshold": 0.3, **THOUGHTS},
@@ -158,6 +163,37 @@ def test_self_consistency_without_any_answer_keeps_the_likeliest():
     assert best.score == 0 and best.note is None
 
 
+@pytest.mark.parametrize("by", ["mean_logprob", "logprob", "self_certainty", lambda texts: list(map(len, texts))])
+@pytest.mark.parametrize("borda", [0.0, 0.5, 1.0, 3])
+def test_votes_are_weighted_by_rank(by, borda):
+    result = run("self_consistency", n=6, by=by, borda=borda, extract=parity)
+    ranked = branches_of(run("best_of_n", n=6, by=by))[1:]
+    ranked.sort(key=lambda branch: -branch.score)
+    votes = {answer: 0.0 for answer in map(parity, (branch.text for branch in ranked))}
+    for rank, branch in enumerate(ranked, 1):
+        votes[parity(branch.text)] += (6 - rank + 1) ** borda
+    winner = max(votes, key=votes.__getitem__)
+    solutions = {branch.text: branch for branch in branches_of(result)[1:]}
+    assert [b.text for b in result.value] == [b.text for b in ranked if parity(b.text) == winner]
+    for text, branch in solutions.items():
+        assert branch.score == pytest.approx(votes[parity(text)] / sum(votes.values()))
+        assert branch.pruned == (parity(text) != winner)
+
+
+def test_the_power_of_votes_leads_from_the_majority_to_the_best():
+    # One solution is rated best and stands alone with its answer; the five others agree.
+    def alone_first(texts):
+        first.append(max(texts))
+        return [float(text == max(texts)) for text in texts]
+
+    first = []
+    settings = {"n": 6, "by": alone_first, "extract": lambda text: str(text == first[-1])}
+    winners = [run("self_consistency", borda=borda, **settings).value for borda in (0, 1, 50)]
+    assert [len(solutions) for solutions in winners] == [5, 5, 1]
+    # Powers of ranks: 6 ** p against 5 ** p + 4 ** p + 3 ** p + 2 ** p + 1.
+    assert [solutions[0].score for solutions in winners] == pytest.approx([5 / 6, 15 / 21, 1.0], abs=1e-3)
+
+
 def test_beam_search_is_the_engines_own():
     result = run("beam_search")
     [other] = tiny_llm(MODEL).beam_search(["two plus two"], BeamSearchParams(3, max_tokens=5))
@@ -271,6 +307,8 @@ def logprob_of_end(tokens, count):
         (best_of_n, {"temperature": -1}, "temperature must be"),
         (self_consistency, {"extract": "digits"}, "extract: 'digits' is neither one of answer, boxed"),
         (self_consistency, {"n": "many"}, "n must be an integer"),
+        (self_consistency, {"by": "rank"}, "by: 'rank' is neither one of mean_logprob, logprob, self_certainty nor a"),
+        (self_consistency, {"borda": -0.5}, r"borda must be a number in \[0, 50\], not -0.5"),
         (beam_search, {"beam_width": 0}, "beam_width must be"),
         (beam_search, {"beam_width": 4, "num_beam_groups": 3}, r"num_beam_groups must divide beam_width \(4\), not 3"),
         (beam_search, {"diversity_penalty": 0.5}, "diversity_penalty must be 0 with one beam group, not 0.5"),

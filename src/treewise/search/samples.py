@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from treewise.awaitables import call, decode, generate
 from treewise.branch import Branch, keep
-from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer
+from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer, check_number
 from treewise.search.answers import EXTRACTORS, Extractor, same_answer
 from treewise.search.certainty import CertaintySample
 
@@ -49,18 +50,7 @@ async def best_of_n(
     ValueError
         If a parameter is out of range, or the reward does not give one number a text.
     """
-    if not callable(by) and by not in RANKINGS:
-        raise ValueError(f"by: {by!r} is neither one of {', '.join(RANKINGS)} nor a function")
-    params = _sampling(n, temperature, top_p, max_tokens, stop)
-    if by == "self_certainty":
-        controller = CertaintySample(params)
-        answers = await decode(root.fork(n), controller)
-        return keep(answers, [controller.mean(answer.path) for answer in answers], 1)[0]
-    answers = await generate(root.fork(n), params)
-    if callable(by):
-        values = await rewards("by", by, answers)
-    else:
-        values = [mean_logprob(answer, root) if by == "mean_logprob" else answer.logprob for answer in answers]
+    answers, values = await _rated(root, n, by, _sampling(n, temperature, top_p, max_tokens, stop))
     return keep(answers, values, 1)[0]
 
 
@@ -68,15 +58,19 @@ async def self_consistency(
     root: Branch,
     n: int = 8,
     extract: str | Extractor = "answer",
+    by: str | Reward = "mean_logprob",
+    borda: float = 0.0,
     temperature: float = 0.8,
     top_p: float = 0.95,
     max_tokens: int = 256,
     stop: Sequence[str] = (),
 ) -> list[Branch]:
-    """Draw n solutions and keep those that come to the answer of the majority.
+    """Draw n solutions and keep those that come to the answer with the most votes.
 
-    Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022. Of two answers with
-    equally many votes the one wins whose best solution has the higher log-probability a token.
+    Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022. With `borda` the votes
+    have weights: the solution of rank r by `by`, the best being the first, has ``(n - r + 1) ** borda`` (Kang, Zhao and
+    Song, "Scalable Best-of-N Selection for Large Language Models via Self-Certainty", 2025). Of two answers with
+    equally many votes the one wins that has the best solution.
 
     Parameters
     ----------
@@ -86,41 +80,49 @@ async def self_consistency(
     extract : str or callable
         How to find a solution's answer: a name from `EXTRACTORS`, or a function that returns the answer in a text or
         None. A solution without an answer has no vote.
+    by : {"mean_logprob", "logprob", "self_certainty"} or callable
+        What the solutions are ranked by, as in `best_of_n`.
+    borda : float
+        The power of the votes, in [0, 50]. 0: every solution has one vote, and the majority wins. The higher, the
+        nearer to `best_of_n`; 1 is the Borda count.
     temperature, top_p, max_tokens, stop
         As in `SamplingParams`.
 
     Returns
     -------
     list of Branch
-        The solutions that agree with the majority, the likeliest a token first; if nothing has an answer, the
-        likeliest one. A branch's score is the share of the votes that its answer has, its `note` the answer. The
-        others are pruned.
+        The solutions that agree with the winner, the best first; if nothing has an answer, the best one. A branch's
+        score is the share of the votes that its answer has, its `note` the answer. The others are pruned.
 
     Raises
     ------
     ValueError
-        If a parameter is out of range.
+        If a parameter is out of range, or the reward does not give one number a text.
     """
     if not callable(extract) and extract not in EXTRACTORS:
         raise ValueError(f"extract: {extract!r} is neither one of {', '.join(EXTRACTORS)} nor a function")
+    check_number("borda", borda, 0, 50)
     extractor = extract if callable(extract) else EXTRACTORS[extract]
-    params = _sampling(n, temperature, top_p, max_tokens, stop)
-    solutions = await generate(root.fork(n), params)
-    solutions.sort(key=lambda solution: -mean_logprob(solution, root))
+    drawn, values = await _rated(root, n, by, _sampling(n, temperature, top_p, max_tokens, stop))
+    solutions = [drawn[i] for i in sorted(range(n), key=lambda i: -values[i])]
+    weights = [float(n - rank) ** borda for rank in range(n)]
     voters: dict[str, list[Branch]] = {}
-    for solution in solutions:
+    votes: dict[str, float] = defaultdict(float)
+    for solution, weight in zip(solutions, weights, strict=True):
         solution.note, solution.score = extractor(solution.text), 0.0
         if solution.note is not None:
-            voters.setdefault(same_answer(solution.note), []).append(solution)
-    for agreeing in voters.values():
+            answer = same_answer(solution.note)
+            voters.setdefault(answer, []).append(solution)
+            votes[answer] += weight
+    for answer, agreeing in voters.items():
         for solution in agreeing:
-            solution.score = len(agreeing) / n
-    # Answers stand in the order of their likeliest solutions, and `max` takes the first of equals.
-    majority = max(voters.values(), key=len) if voters else solutions[:1]
+            solution.score = votes[answer] / sum(weights)
+    # Answers stand in the order of their best solutions, and `max` takes the first of equals.
+    winners = voters[max(votes, key=votes.__getitem__)] if votes else solutions[:1]
     for solution in solutions:
-        if solution not in majority:
+        if solution not in winners:
             solution.prune()
-    return majority
+    return winners
 
 
 async def rewards(name: str, reward: Reward, branches: Sequence[Branch]) -> list[float]:
@@ -140,6 +142,20 @@ async def rewards(name: str, reward: Reward, branches: Sequence[Branch]) -> list
 def mean_logprob(branch: Branch, since: Branch) -> float:
     """Return the log-probability a token of what `branch` has beyond its ancestor `since`; 0 where that is nothing."""
     return (branch.logprob - since.logprob) / max(branch.num_tokens - since.num_tokens, 1)
+
+
+async def _rated(root: Branch, n: int, by: str | Reward, params: SamplingParams) -> tuple[list[Branch], list[float]]:
+    """Draw n answers, and return what each is worth by `by`, as `best_of_n` has it."""
+    if not callable(by) and by not in RANKINGS:
+        raise ValueError(f"by: {by!r} is neither one of {', '.join(RANKINGS)} nor a function")
+    if by == "self_certainty":
+        controller = CertaintySample(params)
+        answers = await decode(root.fork(n), controller)
+        return answers, [controller.mean(answer.path) for answer in answers]
+    answers = await generate(root.fork(n), params)
+    if callable(by):
+        return answers, await rewards("by", by, answers)
+    return answers, [mean_logprob(answer, root) if by == "mean_logprob" else answer.logprob for answer in answers]
 
 
 def _sampling(n: int, temperature: float, top_p: float, max_tokens: int, stop: Sequence[str]) -> SamplingParams:
