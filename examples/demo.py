@@ -16,7 +16,7 @@ ANSWER = "12"
 RUNS = {
     "best_of_n": {"n": 8, "max_tokens": 64, "temperature": 0.5},
     "self_consistency": {"n": 12, "max_tokens": 64, "temperature": 0.7},
-    "beam_search": {"beam_width": 4, "max_tokens": 32},
+    "beam": {"beam_width": 4, "max_tokens": 32},
     "tot": {"depth": 2, "width": 4, "beam": 2, "answer_tokens": 24, "evaluate": "logprob"},
 }
 FOLDER = Path(__file__).parents[1] / "demo"

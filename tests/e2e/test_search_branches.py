@@ -13,7 +13,7 @@ QUESTION = "What is 15 + 27?"
 THOUGHTS = {"depth": 2, "thought_tokens": 6, "answer_tokens": 4, "stop": (), "temperature": 1.0}
 SETTINGS = {
     "best_of_n": {"n": 4, "max_tokens": 8, "temperature": 1.0, "top_p": 0.95},
-    "beam_search": {"beam_width": 3, "max_tokens": 6},
+    "beam": {"beam_width": 3, "max_tokens": 6},
     "tot": {"width": 3, "beam": 2, **THOUGHTS},
     "tot_dfs": {"width": 2, "threshold": -9.0, "solutions": 3, "evaluate": "logprob", **THOUGHTS},
     "mcts": {"width": 2, "iterations": 4, "parallel": 2, **THOUGHTS},

@@ -38,7 +38,7 @@ THOUGHTS = {"depth": 2, "stop": " ", "thought_tokens": 5, "answer_tokens": 4, "t
 SETTINGS = {
     "best_of_n": {"n": 4, **SHORT},
     "self_consistency": {"n": 5, "extract": parity, **SHORT},
-    "beam_search": {"beam_width": 3, "max_tokens": 5},
+    "beam": {"beam_width": 3, "max_tokens": 5},
     "tot": THOUGHTS,
     "tot_dfs": {"threshold": 0.3, **THOUGHTS},
     "mcts": {"iterations": 6, "width": 2, **THOUGHTS},
@@ -81,7 +81,7 @@ def test_every_branch_of_a_tree_is_the_same_path_alone(name):
 def test_a_seed_gives_one_tree(name):
     first, second, other = run(name), run(name), run(name, seed=4)
     assert first.tree.nodes == second.tree.nodes
-    if name not in ("beam_search", "replay"):
+    if name not in ("beam", "replay"):
         assert first.tree.nodes != other.tree.nodes
 
 
@@ -195,7 +195,7 @@ def test_the_power_of_votes_leads_from_the_majority_to_the_best():
 
 
 def test_beam_search_is_the_engines_own():
-    result = run("beam_search")
+    result = run("beam")
     [other] = tiny_llm(MODEL).beam_search(["two plus two"], BeamSearchParams(3, max_tokens=5))
     assert [branch.token_ids for branch in result.value] == [output.token_ids for output in other.outputs]
     assert [b.score for b in result.value] == pytest.approx([b.logprob / len(b.token_ids) for b in result.value])

@@ -4,7 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from io import StringIO
 from types import SimpleNamespace
 
@@ -14,9 +14,12 @@ import treewise.llm
 from treewise.cli import main
 from treewise.cli.options import ModelOptions
 from treewise.cli.search import parse_settings
+from treewise.config import BeamSearchParams
 from treewise.grammar import Grammar
 from treewise.results import CompletionOutput, ProgramOutput, RequestOutput, Tree, TreeNode, Usage
-from treewise.search import Trajectory
+from treewise.search import Strategy, Trajectory
+
+SUMS = 'start: /[0-9]/ ("+" /[0-9]/)~1..4'
 
 
 class FakeLLM:
@@ -46,6 +49,10 @@ class FakeLLM:
     def generate(self, prompts, params):
         FakeLLM.asked = (prompts, params)
         return [RequestOutput(0, "Where?", [1], None, [self.output(i) for i in range(params.n)], self.tree())]
+
+    def beam_search(self, prompts, params):
+        FakeLLM.asked = (prompts, params)
+        return [RequestOutput(0, "Where?", [1], None, [replace(self.output(), score=-0.25)], self.tree())]
 
     def run(self, program, prompts, **arguments):
         FakeLLM.asked = (prompts, arguments)
@@ -106,11 +113,14 @@ def test_generate_chats(capsys):
 def test_generate_takes_a_grammar(capsys, tmp_path):
     pytest.importorskip("llguidance")
     (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    (tmp_path / "sums.lark").write_text(SUMS)
     for flag, value, grammar in (
         ("--json-schema", '{"type": "integer"}', Grammar.json_schema({"type": "integer"})),
         ("--json-schema", str(tmp_path / "schema.json"), Grammar.json_schema({"type": "integer"})),
         ("--regex", "[0-9]+", Grammar.regex("[0-9]+")),
         ("--choice", "yes,no", Grammar.choice(["yes", "no"])),
+        ("--lark", SUMS, Grammar.lark(SUMS)),
+        ("--lark", str(tmp_path / "sums.lark"), Grammar.lark(SUMS)),
     ):
         main(["generate", "Where?", "--max-tokens", "9", flag, value])
         assert FakeLLM.asked[1].grammar == grammar and FakeLLM.asked[1].max_tokens == 9
@@ -118,6 +128,54 @@ def test_generate_takes_a_grammar(capsys, tmp_path):
     assert "cannot be used beside json_schema" in fails(capsys, "generate", "a", "--regex", "b", "--json-schema", "{}")
     assert "regex" in fails(capsys, "generate", "a", "--regex", "(")
     assert "schema.txt" in fails(capsys, "generate", "a", "--json-schema", "schema.txt")
+    assert "none.lark" in fails(capsys, "generate", "a", "--lark", "none.lark")
+    assert "lark cannot be used" in fails(capsys, "generate", "a", "--lark", "start: nothing")
+
+
+def test_generate_searches_with_beams(capsys):
+    main(["generate", "Where?", "--beam-width", "4", "--max-tokens", "9", "--stop", "a"])
+    assert FakeLLM.asked == (["Where?"], BeamSearchParams(4, max_tokens=9, stop=("a",)))
+    assert capsys.readouterr().out == "--- 0: score -0.250, log-prob -inf, stop\n Paris.\n"
+    flags = "--beam-width 6 --length-penalty 0.5 --early-stopping never --num-return-sequences 2"
+    main(["generate", "Where?", "--json", *flags.split(), "--num-beam-groups", "3", "--diversity-penalty", "0.7"])
+    assert FakeLLM.asked[1] == BeamSearchParams(
+        6,
+        length_penalty=0.5,
+        early_stopping="never",
+        num_return_sequences=2,
+        num_beam_groups=3,
+        diversity_penalty=0.7,
+    )
+    assert json.loads(capsys.readouterr().out)["outputs"][0]["score"] == -0.25
+    for word, value in (("true", True), ("false", False)):
+        main(["generate", "Where?", "--beam-width", "4", "--early-stopping", word])
+        assert FakeLLM.asked[1].early_stopping is value
+
+
+def test_beams_under_a_grammar(capsys):
+    pytest.importorskip("llguidance")
+    main(["generate", "Where?", "--beam-width", "2", "--regex", "[ab]+"])
+    assert FakeLLM.asked[1] == BeamSearchParams(2, grammar=Grammar.regex("[ab]+"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--length-penalty 2", "length_penalty: it is an option of beam search; give beam_width too"),
+        ("--early-stopping true", "early_stopping: it is"),
+        ("--num-return-sequences 1", "num_return_sequences: it is"),
+        ("--beam-width 4 --n 2", "n: beam search does not sample; give it without beam_width"),
+        ("--beam-width 4 --temperature 0.5", "temperature: beam search does not sample"),
+        ("--beam-width 4 --seed 1", "seed: beam search"),
+        ("--beam-width 4 --num-return-sequences 5", "num_return_sequences must be an integer in [1, 4]"),
+        ("--beam-width 4 --num-beam-groups 3", "num_beam_groups must divide beam_width (4), not 3"),
+        ("--beam-width 4 --diversity-penalty 1", "diversity_penalty must be 0 with one beam group"),
+        ("--beam-width 4 --early-stopping soon", "early-stopping"),
+        ("--beam-width 0", "beam_width must be"),
+    ],
+)
+def test_flags_that_do_not_go_together(capsys, flags, message):
+    assert message in fails(capsys, "generate", "x", *flags.split())
 
 
 def test_generate_writes_json(capsys):
@@ -146,6 +204,47 @@ def test_search_chats_where_the_model_can():
     assert FakeLLM.asked[0] == ["Where?"]
     main(["search", "Where?", "--system", "Be brief."])
     assert FakeLLM.asked[0] == [[9, 6]]
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """Keep what the strategies are built with."""
+    kept = []
+    monkeypatch.setattr(Strategy, "build", lambda self, **settings: kept.append((self.name, settings)))
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("best-of-n", "n"), ("self-consistency", "n"), ("beam", "beam_width"), ("tot", "width"), ("mcts", "width")],
+)
+def test_search_takes_how_many_to_draw(settings, capsys, name, width):
+    main(["search", "Where?", "--strategy", name, "--n", "5", "--set", "max_tokens=9"])
+    assert settings == [(name.replace("-", "_"), {width: 5, "max_tokens": 9})]
+    capsys.readouterr()
+    assert f"set: {width} is given by --n" in fails(
+        capsys, "search", "x", "--strategy", name, "--n", "5", "--set", f"{width}=3"
+    )
+
+
+def test_search_takes_a_grammar(settings, capsys):
+    pytest.importorskip("llguidance")
+    for strategy in ("best_of_n", "beam", "mcts"):
+        main(["search", "Where?", "--strategy", strategy, "--lark", SUMS])
+        assert settings.pop() == (strategy, {"grammar": Grammar.lark(SUMS)})
+    capsys.readouterr()
+    assert "cannot be used beside" in fails(capsys, "search", "x", "--regex", "a", "--lark", SUMS)
+    assert "given by a grammar" in fails(capsys, "search", "x", "--regex", "a", "--set", "grammar=b")
+
+
+def test_search_refuses_what_a_strategy_lacks(capsys):
+    pytest.importorskip("llguidance")
+    assert "grammar: strategy replay has no such" in fails(
+        capsys, "search", "x", "--strategy", "replay", "--regex", "a"
+    )
+    assert "n: one number does not say how rollouts branches" in fails(
+        capsys, "search", "x", "--strategy", "rollouts", "--n", "4"
+    )
 
 
 def test_rollouts_are_lines_of_json(capsys, monkeypatch):

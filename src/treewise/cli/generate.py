@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from treewise.cli.options import GrammarOptions, ModelOptions, encode_chat, read_prompt, working
+from treewise.cli.options import BeamOptions, GrammarOptions, ModelOptions, encode_chat, read_prompt, working
 from treewise.config import SamplingParams
 from treewise.results import json_safe
 
@@ -23,6 +23,7 @@ def generate(
     json_lines: Annotated[bool, Parameter("--json")] = False,
     sampling: Annotated[SamplingParams | None, Parameter("*", group="Sampling")] = None,
     grammar: Annotated[GrammarOptions | None, Parameter("*", group="Grammar")] = None,
+    beams: Annotated[BeamOptions | None, Parameter("*", group="Beam search")] = None,
     options: Annotated[ModelOptions | None, Parameter("*", group="Model and engine")] = None,
 ) -> None:
     """Continue a prompt, or answer it with --chat.
@@ -43,17 +44,22 @@ def generate(
         raise ValueError("system: needs --chat")
     if grammar is not None:
         sampling = replace(sampling, grammar=grammar.grammar())
+    searching = None if beams is None else beams.params(sampling)
     text = read_prompt(prompt)
     llm = options.load()
     request = encode_chat(llm, text, system) if chat else text
-    if sampling.n == 1 and not json_lines:
+    if searching is None and sampling.n == 1 and not json_lines:
         for piece in llm.stream(request, sampling):
             sys.stdout.write(piece)
             sys.stdout.flush()
         print()
         return
-    with working(f"Decoding {sampling.n} branches"):
-        [result] = llm.generate([request], sampling)
+    if searching is None:
+        with working(f"Decoding {sampling.n} branches"):
+            [result] = llm.generate([request], sampling)
+    else:
+        with working(f"Searching with {searching.beam_width} beams"):
+            [result] = llm.beam_search([request], searching)
     if json_lines:
         answer: dict[str, object] = {
             "prompt": text,
@@ -65,6 +71,7 @@ def generate(
         print(json.dumps(json_safe(answer), allow_nan=False))
         return
     for output in result.outputs:
-        print(f"--- {output.index}: log-prob {output.cumulative_logprob:.2f}, {output.finish_reason}")
+        score = "" if output.score is None else f"score {output.score:.3f}, "
+        print(f"--- {output.index}: {score}log-prob {output.cumulative_logprob:.2f}, {output.finish_reason}")
         print(output.text)
     print(result.tree.usage.summary(), file=sys.stderr)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import atexit
 import gc
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
 
+from treewise.config import BeamSearchParams, SamplingParams
 from treewise.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -35,11 +37,14 @@ class GrammarOptions:
         A match of this regular expression.
     choice : str
         One of these texts, with commas between them.
+    lark : str
+        Text that this context-free grammar derives from its rule `start`, or the grammar in this file.
     """
 
     json_schema: str | None = None
     regex: str | None = None
     choice: str | None = None
+    lark: str | None = None
 
     def grammar(self) -> Grammar | None:
         """Make the grammar that was asked for, if any.
@@ -49,17 +54,72 @@ class GrammarOptions:
         ValueError
             If more than one was asked for, or it cannot be used.
         OSError
-            If the schema's file cannot be read.
+            If the file of a schema or a grammar cannot be read.
         """
         given = [name for name, value in asdict(self).items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{given[1]}: cannot be used beside {given[0]}; give one of them")
         if self.json_schema is not None:
-            inline = self.json_schema.lstrip().startswith("{")
-            return Grammar.json_schema(self.json_schema if inline else Path(self.json_schema).read_text("utf-8"))
+            return Grammar.json_schema(_inline(self.json_schema, r"\s*\{"))
+        if self.lark is not None:
+            return Grammar.lark(_inline(self.lark, r"(?s).*\bstart\b[^\n]*:"))
         if self.regex is not None:
             return Grammar.regex(self.regex)
         return None if self.choice is None else Grammar.choice(self.choice.split(","))
+
+
+@dataclass(frozen=True)
+class BeamOptions:
+    """Beam search instead of sampling.
+
+    Parameters
+    ----------
+    beam_width : int
+        Search with so many beams.
+    length_penalty : float
+        A text scores its log-prob divided by its token count to this power; 1 if left out.
+    early_stopping : str
+        When to stop: true, once there are as many texts as beams; false, once no beam would make a better one if it
+        ended now; never, once none can at any length. false if left out.
+    num_return_sequences : int
+        Texts to print, the best first; as many as beams if left out.
+    num_beam_groups : int
+        Groups of beams that keep away from each other's tokens; 1 if left out.
+    diversity_penalty : float
+        What a token costs for every beam of an earlier group that goes on with it; 0 if left out.
+    """
+
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: Literal["true", "false", "never"] | None = None
+    num_return_sequences: int | None = None
+    num_beam_groups: int | None = None
+    diversity_penalty: float | None = None
+
+    def params(self, sampling: SamplingParams) -> BeamSearchParams | None:
+        """Return how to search, with what `sampling` says of the text; None where no beams were asked for.
+
+        Raises
+        ------
+        ValueError
+            If a value is out of range, an option of beam search is given without `beam_width`, or one of sampling with
+            it.
+        """
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.beam_width is None:
+            for name in given:
+                raise ValueError(f"{name}: it is an option of beam search; give beam_width too")
+            return None
+        common = {item.name for item in fields(BeamSearchParams)}
+        for item in fields(SamplingParams):
+            value = getattr(sampling, item.name)
+            if item.name in common:
+                given[item.name] = value
+            elif value != getattr(SamplingParams(), item.name):
+                raise ValueError(f"{item.name}: beam search does not sample; give it without beam_width")
+        if self.early_stopping is not None:
+            given["early_stopping"] = {"true": True, "false": False}.get(self.early_stopping, "never")
+        return BeamSearchParams(**given)
 
 
 @dataclass(frozen=True)
@@ -154,6 +214,11 @@ def encode_chat(llm: LLM, prompt: str, system: str | None = None) -> list[int]:
         raise ValueError("chat: this model has no chat template; leave out --chat")
     messages = [{"role": "system", "content": system}] if system is not None else []
     return llm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": prompt}])
+
+
+def _inline(value: str, beginning: str) -> str:
+    """Return `value` where it begins as the pattern says, else the text of the file of that name."""
+    return value if re.match(beginning, value) else Path(value).read_text("utf-8")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from treewise.cli.options import ModelOptions, encode_chat, read_prompt, working
+from treewise.cli.options import GrammarOptions, ModelOptions, encode_chat, read_prompt, working
 from treewise.results import json_safe, shorten
 
 
@@ -20,6 +20,7 @@ def search(
     /,
     *,
     strategy: str = "tot",
+    n: int | None = None,
     set_values: Annotated[tuple[str, ...], Parameter("--set")] = (),
     chat: bool | None = None,
     system: str | None = None,
@@ -29,6 +30,7 @@ def search(
     json_file: Annotated[Path | None, Parameter("--json")] = None,
     dot: Path | None = None,
     seed: int | None = None,
+    grammar: Annotated[GrammarOptions | None, Parameter("*", group="Grammar")] = None,
     options: Annotated[ModelOptions | None, Parameter("*", group="Model and engine")] = None,
 ) -> None:
     """Solve a prompt with a search strategy, and draw its tree.
@@ -42,6 +44,8 @@ def search(
         The text; without one, standard input is read.
     strategy
         A ready-made program by name; `treewise strategies` lists them.
+    n
+        How many branches are drawn side by side: answers, beams, or the thoughts of a round or a place.
     set_values
         A parameter of the strategy as key=value, e.g. --set width=5; may be repeated.
     chat
@@ -70,9 +74,18 @@ def search(
     if system is not None and chat is False:
         raise ValueError("system: it is a part of a chat; leave out --no-chat")
     values = parse_settings(set_values)
-    options = options or ModelOptions()
+    entry, options = STRATEGIES[strategy], options or ModelOptions()
+    given: dict[str, Any] = {}
+    if n is not None:
+        if entry.width is None:
+            raise ValueError(f"n: one number does not say how {strategy} branches; see treewise strategies")
+        given[entry.width] = n
+    if grammar is not None and (made := grammar.grammar()) is not None:
+        given["grammar"] = made
+    for name in given.keys() & values.keys():
+        raise ValueError(f"set: {name} is given by {'--n' if name == entry.width else 'a grammar'} already")
     question = read_prompt(prompt)
-    program = STRATEGIES[strategy].build(**values)
+    program = entry.build(**values, **given)
     llm = options.load()
     if chat is None:
         chat = llm.tokenizer.has_chat_template or system is not None

@@ -61,10 +61,13 @@ class Strategy:
     name : str
     program : async function
         Takes the root `Branch` and keywords, all of which have defaults.
+    width : str or None
+        The keyword that says how many branches it draws side by side, if one number does.
     """
 
     name: str
     program: Program
+    width: str | None = None
 
     @property
     def description(self) -> str:
@@ -99,16 +102,18 @@ class Strategy:
         return program
 
 
-_PROGRAMS: dict[str, Program] = {
-    "best_of_n": best_of_n,
-    "self_consistency": self_consistency,
-    "beam_search": beam_search,
-    "tot": tree_of_thoughts,
-    "tot_dfs": depth_first_thoughts,
-    "mcts": monte_carlo_tree_search,
-    "step_beam": step_beam_search,
-    "rollouts": rollouts,
-    "replay": replay,
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("best_of_n", best_of_n, "n"),
+        Strategy("self_consistency", self_consistency, "n"),
+        Strategy("beam", beam_search, "beam_width"),
+        Strategy("tot", tree_of_thoughts, "width"),
+        Strategy("tot_dfs", depth_first_thoughts, "width"),
+        Strategy("mcts", monte_carlo_tree_search, "width"),
+        Strategy("step_beam", step_beam_search, "width"),
+        Strategy("rollouts", rollouts),
+        Strategy("replay", replay),
+    )
 }
-STRATEGIES = {name: Strategy(name, program) for name, program in _PROGRAMS.items()}
 """The ready-made programs by name."""

@@ -10,6 +10,7 @@ from treewise.awaitables import decode
 from treewise.branch import Branch, keep
 from treewise.config import BeamSearchParams, check_integer
 from treewise.controller import Replay
+from treewise.grammar import Grammar
 from treewise.replay import Schedule, load_recordings
 from treewise.search.diverse import DiverseBeamSearch
 from treewise.search.samples import mean_logprob
@@ -28,6 +29,7 @@ async def beam_search(
     num_beam_groups: int = 1,
     diversity_penalty: float = 0.0,
     num_return_sequences: int | None = None,
+    grammar: Grammar | None = None,
 ) -> list[Branch]:
     """Search the likeliest continuations with beams or diverse groups of beams, by the rules of Transformers.
 
@@ -36,7 +38,7 @@ async def beam_search(
     root : Branch
     beam_width, max_tokens, length_penalty, early_stopping, stop
         As in `BeamSearchParams`.
-    num_beam_groups, diversity_penalty, num_return_sequences
+    num_beam_groups, diversity_penalty, num_return_sequences, grammar
         As in `BeamSearchParams`; see `DiverseBeamSearch` for what the groups do.
 
     Returns
@@ -61,6 +63,7 @@ async def beam_search(
             num_beam_groups=num_beam_groups,
             diversity_penalty=diversity_penalty,
             num_return_sequences=num_return_sequences,
+            grammar=grammar,
         ),
     )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from treewise.awaitables import call, decode, generate
 from treewise.branch import Branch, keep
 from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer, check_number
+from treewise.grammar import Grammar
 from treewise.search.answers import EXTRACTORS, Extractor, same_answer
 from treewise.search.certainty import CertaintySample
 
@@ -25,6 +27,7 @@ async def best_of_n(
     top_p: float = 0.95,
     max_tokens: int = 256,
     stop: Sequence[str] = (),
+    grammar: Grammar | None = None,
 ) -> Branch:
     """Draw n answers and keep the best by log-probability, self-certainty or a reward.
 
@@ -37,8 +40,8 @@ async def best_of_n(
         What is best: the highest log-probability a token, or summed; the highest self-certainty, that is how far the
         model's distributions are from uniform, as a mean over the tokens (see `self_certainty`); or the reward that a
         function gives to the list of all texts. The function runs in a worker thread.
-    temperature, top_p, max_tokens, stop
-        As in `SamplingParams`.
+    temperature, top_p, max_tokens, stop, grammar
+        As in `SamplingParams`; ``"self_certainty"`` cannot be had with a grammar, which cuts the distributions.
 
     Returns
     -------
@@ -50,7 +53,9 @@ async def best_of_n(
     ValueError
         If a parameter is out of range, or the reward does not give one number a text.
     """
-    answers, values = await _rated(root, n, by, _sampling(n, temperature, top_p, max_tokens, stop))
+    answers, values = await _rated(
+        root, n, by, temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop, grammar=grammar
+    )
     return keep(answers, values, 1)[0]
 
 
@@ -64,6 +69,7 @@ async def self_consistency(
     top_p: float = 0.95,
     max_tokens: int = 256,
     stop: Sequence[str] = (),
+    grammar: Grammar | None = None,
 ) -> list[Branch]:
     """Draw n solutions and keep those that come to the answer with the most votes.
 
@@ -85,8 +91,8 @@ async def self_consistency(
     borda : float
         The power of the votes, in [0, 50]. 0: every solution has one vote, and the majority wins. The higher, the
         nearer to `best_of_n`; 1 is the Borda count.
-    temperature, top_p, max_tokens, stop
-        As in `SamplingParams`.
+    temperature, top_p, max_tokens, stop, grammar
+        As in `SamplingParams`; ``"self_certainty"`` cannot be had with a grammar, which cuts the distributions.
 
     Returns
     -------
@@ -103,7 +109,9 @@ async def self_consistency(
         raise ValueError(f"extract: {extract!r} is neither one of {', '.join(EXTRACTORS)} nor a function")
     check_number("borda", borda, 0, 50)
     extractor = extract if callable(extract) else EXTRACTORS[extract]
-    drawn, values = await _rated(root, n, by, _sampling(n, temperature, top_p, max_tokens, stop))
+    drawn, values = await _rated(
+        root, n, by, temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop, grammar=grammar
+    )
     solutions = [drawn[i] for i in sorted(range(n), key=lambda i: -values[i])]
     weights = [float(n - rank) ** borda for rank in range(n)]
     voters: dict[str, list[Branch]] = {}
@@ -144,10 +152,14 @@ def mean_logprob(branch: Branch, since: Branch) -> float:
     return (branch.logprob - since.logprob) / max(branch.num_tokens - since.num_tokens, 1)
 
 
-async def _rated(root: Branch, n: int, by: str | Reward, params: SamplingParams) -> tuple[list[Branch], list[float]]:
-    """Draw n answers, and return what each is worth by `by`, as `best_of_n` has it."""
+async def _rated(root: Branch, n: int, by: str | Reward, **sampling: Any) -> tuple[list[Branch], list[float]]:
+    """Draw n answers as fields of `SamplingParams` say, and return what each is worth by `by`, see `best_of_n`."""
+    check_integer("n", n, 1, MAX_SEQUENCES)
     if not callable(by) and by not in RANKINGS:
         raise ValueError(f"by: {by!r} is neither one of {', '.join(RANKINGS)} nor a function")
+    params = SamplingParams(**sampling)
+    if by == "self_certainty" and params.grammar is not None:
+        raise ValueError("by: 'self_certainty' needs whole distributions, of which a grammar leaves a part")
     if by == "self_certainty":
         controller = CertaintySample(params)
         answers = await decode(root.fork(n), controller)
@@ -156,8 +168,3 @@ async def _rated(root: Branch, n: int, by: str | Reward, params: SamplingParams)
     if callable(by):
         return answers, await rewards("by", by, answers)
     return answers, [mean_logprob(answer, root) if by == "mean_logprob" else answer.logprob for answer in answers]
-
-
-def _sampling(n: int, temperature: float, top_p: float, max_tokens: int, stop: Sequence[str]) -> SamplingParams:
-    check_integer("n", n, 1, MAX_SEQUENCES)
-    return SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop)

@@ -9,6 +9,7 @@ from typing import Any
 from treewise.awaitables import generate
 from treewise.branch import Branch
 from treewise.config import SamplingParams, check_integer
+from treewise.grammar import Grammar
 from treewise.search.evaluators import EVALUATORS, JUDGE, evaluate_chains
 from treewise.search.samples import Reward
 
@@ -34,6 +35,10 @@ class ThoughtParams:
         The most tokens of a thought, and of the answer.
     stop : str or sequence of str
         What ends a thought. Answers end at the end of text.
+    thought_grammar, grammar : Grammar, optional
+        What each thought, and what the answer must be; the answer's text is what stands behind `conclude`. A thought
+        ends when nothing may follow in its grammar. With `grammar` a chain that has come to its end is asked for an
+        answer as well, in the place of its end token.
 
     Raises
     ------
@@ -49,6 +54,8 @@ class ThoughtParams:
     thought_tokens: int = 48
     answer_tokens: int = 64
     stop: str | Sequence[str] = "\n"
+    thought_grammar: Grammar | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.evaluate) and self.evaluate not in EVALUATORS:
@@ -57,16 +64,29 @@ class ThoughtParams:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise ValueError(f"{name} must be a text, not {value!r} of type {type(value).__name__}")
+        for name in ("thought_grammar", "grammar"):
+            value = getattr(self, name)
+            if not isinstance(value, Grammar | None):
+                raise ValueError(f"{name} must be a Grammar or None, not {value!r}")
         for name in ("thought_tokens", "answer_tokens"):
             check_integer(name, getattr(self, name), 1)
-        _ = self.sampling  # checks the rest
+        _ = self.thought, self.answer  # check the rest
 
     @property
-    def sampling(self) -> SamplingParams:
+    def thought(self) -> SamplingParams:
         """How a thought is drawn."""
         return SamplingParams(
-            temperature=self.temperature, top_p=self.top_p, max_tokens=self.thought_tokens, stop=self.stop
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.thought_tokens,
+            stop=self.stop,
+            grammar=self.thought_grammar,
         )
+
+    @property
+    def answer(self) -> SamplingParams:
+        """How an answer is decoded."""
+        return SamplingParams(temperature=0, max_tokens=self.answer_tokens, grammar=self.grammar)
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> ThoughtParams:
@@ -97,8 +117,6 @@ class Thinker:
     def __init__(self, root: Branch, params: ThoughtParams) -> None:
         self.root = root
         self.params = params
-        self.thought = params.sampling
-        self.answer = SamplingParams(temperature=0, max_tokens=params.answer_tokens)
 
     async def extend(self, chains: Sequence[Branch], widths: Sequence[int]) -> list[Branch]:
         """Draw the next thoughts of each chain, ``widths[i]`` of the i-th, all in one batch.
@@ -111,8 +129,9 @@ class Thinker:
             for thought in ([chain] if ended(chain) else chain.fork(width))
         ]
         drawn = [thought for thought in longer if not ended(thought)]
-        await generate(drawn, self.thought)
-        await generate([thought for thought in drawn if not thought.new.strip() and not ended(thought)], self.thought)
+        await generate(drawn, self.params.thought)
+        blank = [thought for thought in drawn if not thought.new.strip() and not ended(thought)]
+        await generate(blank, self.params.thought)
         return longer
 
     async def rate(self, chains: Sequence[Branch]) -> list[float]:
@@ -121,17 +140,25 @@ class Thinker:
 
     async def conclude(self, chains: Sequence[Branch]) -> Branch:
         """Answer from each chain, and keep the best answer alone."""
-        answers = [chain if ended(chain) else chain.fork()[0].append(self.params.conclude) for chain in chains]
-        await generate([answer for answer in answers if not ended(answer)], self.answer)
+        answers = [self._begin_answer(chain) for chain in chains]
+        await generate([answer for answer in answers if not ended(answer)], self.params.answer)
         await self.rate(answers)
         best = ranked(answers)[0]
-        retain(answers, [best])
+        retain([*chains, *answers], [best])
         return best
+
+    def _begin_answer(self, chain: Branch) -> Branch:
+        """Return a fork of `chain` that asks for an answer, or `chain` itself where its end will do for one."""
+        if ended(chain) and self.params.grammar is None:
+            return chain
+        [answer] = chain.fork(at=chain.num_tokens - ended(chain))
+        return answer.append(self.params.conclude)
 
 
 def ended(chain: Branch) -> bool:
-    """Whether the model itself ended its text here."""
-    return chain.finish_reason == "stop" and chain.stop_reason is None
+    """Whether the model itself ended its text here, by an end token."""
+    stopped = chain.finish_reason == "stop" and chain.stop_reason is None
+    return stopped and not chain.tree.codec.token_bytes(chain.tokens[-1])  # at the end of a grammar there need be none
 
 
 def ranked(chains: Iterable[Branch]) -> list[Branch]:

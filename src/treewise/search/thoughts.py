@@ -32,7 +32,7 @@ async def tree_of_thoughts(
         Chains kept a round.
     **thoughts
         Fields of `ThoughtParams`: `evaluate`, `judge`, `conclude`, `temperature`, `top_p`, `thought_tokens`,
-        `answer_tokens`, `stop`.
+        `answer_tokens`, `stop`, `thought_grammar`, `grammar`.
 
     Returns
     -------

@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 from treewise.awaitables import generate
 from treewise.branch import Branch
 from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer
+from treewise.grammar import Grammar
 from treewise.search.samples import Reward, mean_logprob, rewards
 
 
@@ -86,6 +87,7 @@ async def rollouts(
     top_p: float = 1.0,
     max_tokens: int = 256,
     stop: str | Sequence[str] = (),
+    grammar: Grammar | None = None,
 ) -> list[Trajectory]:
     """Draw a tree of samples for reinforcement learning: trajectories with rewards and group-relative advantages.
 
@@ -108,6 +110,8 @@ async def rollouts(
         As in `SamplingParams`. A stop string that reaches over a branching is not seen.
     max_tokens : int
         The most tokens of a trajectory.
+    grammar : Grammar, optional
+        What a trajectory must be; with one width only, as a grammar begins anew where samples branch.
 
     Returns
     -------
@@ -120,9 +124,13 @@ async def rollouts(
         If a parameter is out of range, or the reward does not give one finite number a text.
     """
     stages = _stages(widths, at, max_tokens)
+    if grammar is not None and len(stages) > 1:
+        raise ValueError(f"grammar: it begins anew where samples branch; give one width, not {len(stages)}")
     samples, groups = [root], []
     for begin, end, width in stages:
-        params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=end - begin, stop=stop)
+        params = SamplingParams(
+            temperature=temperature, top_p=top_p, max_tokens=end - begin, stop=stop, grammar=grammar
+        )
         going = [one for one in samples if one is root or _cut_at(one, root, begin)]
         forks = [one.fork(width) for one in going]
         samples = [one for one in samples if one not in going]
