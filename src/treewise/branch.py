@@ -272,8 +272,7 @@ class Branch:
         self.require_alive()
         codec, tokens = self.tree.codec, self.path_tokens
         reply = opens_reply(role) if reply is None else reply
-        known = self._conversation()
-        new, conversation = next_turn(codec, known, tokens, {"role": role, "content": content}, reply)
+        new, conversation = next_turn(codec, self.conversation(), tokens, {"role": role, "content": content}, reply)
         self.append(new)
         self.conversations.append(conversation)
         return self
@@ -362,6 +361,19 @@ class Branch:
             line.append(branch)
         return line[::-1]
 
+    def conversation(self) -> Conversation | None:
+        """Return the turns on the path: what is known of them, or what can be seen of the prompt."""
+        end, line = self.num_tokens, self.lineage()
+        for branch in reversed(line):
+            for conversation in reversed(branch.conversations):
+                if conversation.end <= end:
+                    return conversation
+            end = min(end, branch.start)
+        codec, prompt = self.tree.codec, self.tree.prompt_tokens
+        if isinstance(codec, ChatCodec) and codec.has_chat_template and self._num_given(line) == len(prompt):
+            return begun_by(codec, prompt)
+        return None
+
     def __repr__(self) -> str:
         return f"Branch(path={self.path}, state={self.state!r}, new={self.new!r})"
 
@@ -420,19 +432,6 @@ class Branch:
                 parent.end()
             parent.num_heirs -= 1
         self.tree.let_go([*below, self], state, self.tree.num_known if parent is None else self.start)
-
-    def _conversation(self) -> Conversation | None:
-        """Return the turns on the path: what is known of them, or what can be seen of the prompt."""
-        end, line = self.num_tokens, self.lineage()
-        for branch in reversed(line):
-            for conversation in reversed(branch.conversations):
-                if conversation.end <= end:
-                    return conversation
-            end = min(end, branch.start)
-        codec, prompt = self.tree.codec, self.tree.prompt_tokens
-        if isinstance(codec, ChatCodec) and codec.has_chat_template and self._num_given(line) == len(prompt):
-            return begun_by(codec, prompt)
-        return None
 
     @property
     def _is_heir(self) -> bool:

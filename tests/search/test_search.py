@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import EOS, ChatBytes, dense_logits, tiny_llm, tiny_model
 
-from treewise.awaitables import generate
+from treewise.awaitables import generate, score
 from treewise.branch import DeadBranchError
 from treewise.config import BeamSearchParams, SamplingParams
 from treewise.search import (
@@ -133,9 +133,12 @@ def test_self_certainty_draws_the_same_answers():
     assert self_certainty(torch.zeros(2, 8).log_softmax(-1)).tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
-def test_a_reward_must_rate_every_text():
+@pytest.mark.parametrize("name", ["best_of_n", "self_consistency"])
+def test_a_reward_must_rate_every_text(name):
     with pytest.raises(ValueError, match="by: the reward gave 1 values for 4 texts"):
-        run("best_of_n", by=lambda texts: [0.0])
+        run(name, n=4, by=lambda texts: [0.0])
+    with pytest.raises(ValueError, match="by: the value of .* must be a finite number, not nan"):
+        run(name, n=4, by=lambda texts: [0.0, 1.0, math.nan, 2.0])
 
 
 def test_self_consistency_counts_votes():
@@ -280,14 +283,32 @@ def test_a_question_in_a_chat_is_the_next_turn(ended):
 
     async def program(root):
         branch = root.fork()[0].append("yo").append([EOS] * ended)
-        return await ask([branch], "~Good?", ["yes"])
+        return await ask([branch], "Good?", ["yes"])
 
     llm = tiny_llm(MODEL)
     llm.engine.codec = codec
     [result] = llm.run(program, [prompt])
-    # What looks like a special token in the question is plain text there.
-    tokens = [*prompt, *b"yo", EOS, *b"[user]~Good?", EOS, *b"[assistant]", *b"yes"]
+    tokens = [*prompt, *b"yo", EOS, *b"[user]Good?", EOS, *b"[assistant]", *b"yes"]
     assert result.value[0][0] == pytest.approx(logprob_of_end(tokens, 3), abs=1e-3)
+
+
+def test_a_question_goes_on_from_the_turns_of_the_branch():
+    async def program(root):
+        asked, told, begun = root.fork(3)
+        asked.append("yo").message("user", "And?")
+        told.message("system", "Be brief.")
+        begun.append("yo")
+        rated = await ask([asked, told, begun], "Good?", ["yes", "no"])
+        for branch, values in ((asked, rated[0]), (begun, rated[2])):
+            [expected] = await score(branch.fork()[0].message("user", "Good?"), "", ["yes", "no"])
+            assert values == pytest.approx(expected, abs=1e-3)
+        # No turn of the model's has begun there.
+        [expected] = await score(told, "\n\nGood?\nAnswer:", [" yes", " no"])
+        assert rated[1] == pytest.approx(expected, abs=1e-3)
+
+    llm = tiny_llm(MODEL)
+    llm.engine.codec = codec = ChatBytes()
+    llm.run(program, [codec.apply_chat_template([{"role": "user", "content": "hi"}])])
 
 
 def logprob_of_end(tokens, count):

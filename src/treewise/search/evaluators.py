@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from math import exp, isfinite
+from math import exp
 
 from treewise.branch import Branch
 from treewise.search.conversation import ask
@@ -37,8 +37,6 @@ async def evaluate_chains(root: Branch, chains: Sequence[Branch], evaluate: str 
     else:
         values = await EVALUATORS[evaluate](root, chains, judge)
     for chain, value in zip(chains, values, strict=True):
-        if not isfinite(value):
-            raise ValueError(f"evaluate: the value of {chain.new!r} must be a finite number, not {value}")
         chain.score = value
     return values
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 
 from treewise.awaitables import call, decode, generate
@@ -51,7 +52,7 @@ async def best_of_n(
     Raises
     ------
     ValueError
-        If a parameter is out of range, or the reward does not give one number a text.
+        If a parameter is out of range, or the reward does not give one finite number a text.
     """
     answers, values = await _rated(
         root, n, by, temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop, grammar=grammar
@@ -103,7 +104,7 @@ async def self_consistency(
     Raises
     ------
     ValueError
-        If a parameter is out of range, or the reward does not give one number a text.
+        If a parameter is out of range, or the reward does not give one finite number a text.
     """
     if not callable(extract) and extract not in EXTRACTORS:
         raise ValueError(f"extract: {extract!r} is neither one of {', '.join(EXTRACTORS)} nor a function")
@@ -139,11 +140,14 @@ async def rewards(name: str, reward: Reward, branches: Sequence[Branch]) -> list
     Raises
     ------
     ValueError
-        If it does not give one number a text.
+        If it does not give one finite number a text.
     """
     values = [float(value) for value in await call(reward, [branch.text for branch in branches])]
     if len(values) != len(branches):
         raise ValueError(f"{name}: the reward gave {len(values)} values for {len(branches)} texts")
+    for branch, value in zip(branches, values, strict=True):
+        if not isfinite(value):
+            raise ValueError(f"{name}: the value of {branch.text!r} must be a finite number, not {value}")
     return values
 
 

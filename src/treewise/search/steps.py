@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from treewise.branch import Branch
 from treewise.config import MAX_SEQUENCES, check_integer, check_number
-from treewise.search.thinking import Thinker, ThoughtParams, ended, retain
+from treewise.search.thinking import Thinker, ThoughtParams, ended
 
 
 class Candidate(NamedTuple):
@@ -83,26 +83,18 @@ async def step_beam_search(
     check_number("balance", balance, 0, inf, open_low=True)
     if allot not in ALLOTMENTS:
         raise ValueError(f"allot: {allot!r} is not one of {', '.join(ALLOTMENTS)}")
-    thinker = Thinker(root, ThoughtParams.of(thoughts))
     budget = Budget(width, beam, balance)
-
-    chains, shares = [root], [width]
     subtrees: dict[Branch | None, int] = {}
-    for _ in range(depth):
-        drawn = await thinker.extend(chains, shares)
-        values = await thinker.rate(drawn)
+
+    def by_reward(drawn: Sequence[Branch]) -> list[int]:
         candidates = []
-        for i, (thought, value) in enumerate(zip(drawn, values, strict=True)):
+        for i, thought in enumerate(drawn):
             # The first drawn are dealt out; later ones belong where their chain does.
             subtree = subtrees.setdefault(thought, subtrees.get(thought.parent, i % beam))
-            candidates.append(Candidate(value, subtree, ended(thought)))
-        allotted = ALLOTMENTS[allot](candidates, budget)
-        chains = [thought for thought, share in zip(drawn, allotted, strict=True) if share > 0]
-        shares = [share for share in allotted if share > 0]
-        retain(drawn, chains)
-        if all(map(ended, chains)):
-            break
-    return await thinker.conclude(chains)
+            candidates.append(Candidate(thought.score or 0.0, subtree, ended(thought)))
+        return ALLOTMENTS[allot](candidates, budget)
+
+    return await Thinker(root, ThoughtParams.of(thoughts)).rounds(depth, width, by_reward)
 
 
 def split(number: int, weights: Sequence[float]) -> list[int]:

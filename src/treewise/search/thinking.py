@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -137,6 +137,30 @@ class Thinker:
     async def rate(self, chains: Sequence[Branch]) -> list[float]:
         """Return the values of chains; they become the branches' scores."""
         return await evaluate_chains(self.root, chains, self.params.evaluate, self.params.judge)
+
+    async def rounds(self, depth: int, width: int, allot: Callable[[Sequence[Branch]], Sequence[int]]) -> Branch:
+        """Draw and rate thoughts round by round, and answer from the chains that are left.
+
+        Parameters
+        ----------
+        depth : int
+            The most rounds; fewer where all chains have come to their ends.
+        width : int
+            Thoughts of the first round.
+        allot : callable
+            Takes a round's chains, which are rated, and says how many thoughts each gets next; those without any are
+            pruned.
+        """
+        chains, widths = [self.root], [width]
+        for _ in range(depth):
+            drawn = await self.extend(chains, widths)
+            await self.rate(drawn)
+            shares = {chain: share for chain, share in zip(drawn, allot(drawn), strict=True) if share > 0}
+            chains, widths = list(shares), list(shares.values())
+            retain(drawn, chains)
+            if all(map(ended, chains)):
+                break
+        return await self.conclude(chains)
 
     async def conclude(self, chains: Sequence[Branch]) -> Branch:
         """Answer from each chain, and keep the best answer alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -46,17 +47,13 @@ async def tree_of_thoughts(
     """
     for name, value in (("depth", depth), ("width", width), ("beam", beam)):
         check_integer(name, value, 1, MAX_SEQUENCES)
-    thinker = Thinker(root, ThoughtParams.of(thoughts))
-    chains = [root]
-    for _ in range(depth):
+
+    def to_best(drawn: Sequence[Branch]) -> list[int]:
         # A chain that has come to its end stays in the race as it is.
-        drawn = await thinker.extend(chains, [width] * len(chains))
-        await thinker.rate(drawn)
-        chains = ranked(drawn)[:beam]
-        retain(drawn, chains)
-        if all(map(ended, chains)):
-            break
-    return await thinker.conclude(chains)
+        best = ranked(drawn)[:beam]
+        return [width if thought in best else 0 for thought in drawn]
+
+    return await Thinker(root, ThoughtParams.of(thoughts)).rounds(depth, width, to_best)
 
 
 async def depth_first_thoughts(

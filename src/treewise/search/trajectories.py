@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from statistics import fmean, pstdev
 
 from treewise.awaitables import generate
@@ -143,8 +142,6 @@ async def rollouts(
     else:
         values = await rewards("reward", reward, samples)
     for sample, value in zip(samples, values, strict=True):
-        if not isfinite(value):
-            raise ValueError(f"reward: the value of {sample.text!r} must be a finite number, not {value}")
         sample.score = value
     shares: dict[Branch, float] = {}
     for siblings in reversed(groups):  # the last branchings first
