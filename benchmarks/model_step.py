@@ -16,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 
 from treewise import ops
 from treewise.bench.measure import check_device, describe_machine, report, time_calls
@@ -44,15 +43,15 @@ def step(model: CausalLM, rows: int) -> Callable[[], object]:
 
 def products(model: CausalLM, rows: int) -> Callable[[], object]:
     """Return the matrix products of that forward and nothing else."""
-    maps = [module for module in model.modules() if isinstance(module, Linear)]
+    maps = [(module.weight, module.bias) for module in model.modules() if isinstance(module, Linear)]
     if model.config.tie_embeddings:
-        maps.append(model.embedding)
-    widths = {linear.weight.shape[1] for linear in maps}
+        maps.append((model.head_weight, None))
+    widths = {weight.shape[1] for weight, _ in maps}
     inputs = {width: torch.randn(rows, width, dtype=model.dtype, device=model.device) for width in widths}
 
     def run() -> None:
-        for linear in maps:
-            F.linear(inputs[linear.weight.shape[1]], linear.weight, getattr(linear, "bias", None))
+        for weight, bias in maps:
+            ops.linear(inputs[weight.shape[1]], weight, bias)
 
     return run
 
@@ -92,6 +91,7 @@ def main() -> None:
     raw = json.loads(options.config.read_text()) if options.config else find_shape("llama-3-8b")
     config = read_config(raw | ({"num_hidden_layers": options.layers} if options.layers else {}))
     model = random_model(config, getattr(torch, options.dtype), device)
+    model.pack()
 
     def seconds(function: Callable[[], object]) -> float:
         return statistics.median(time_calls(function, device, options.repeats))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from treewise.config import ModelConfig, RopeConfig
-from treewise.ops import Heads, gated_activation, rms_norm
+from treewise.ops import Heads, gated_activation, linear, pack, rms_norm
 
 
 class Attend(Protocol):
@@ -37,6 +37,14 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Leave the weights as they are."""
+
+    def pack(self) -> None:
+        """Let the weights be what `treewise.ops.pack` makes of them."""
+        self.weight = nn.Parameter(pack(self.weight), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform rows ``x`` ``[rows, inputs]``."""
+        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):

@@ -30,6 +30,7 @@ class Runner:
     Parameters
     ----------
     model : CausalLM
+        Its matrices are packed, see `CausalLM.pack`.
     attention : str
         Method of attention, see `treewise.attention.plan_tree`.
     num_slots, page_size : int
@@ -63,6 +64,7 @@ class Runner:
         kv_dtype: torch.dtype,
         cuda_graphs: bool = False,
     ) -> None:
+        model.pack()
         self.model = model
         self.attention = attention
         self.page_size = page_size

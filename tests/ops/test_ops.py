@@ -15,7 +15,7 @@ from model_files import SMALL_MODELS, run_dense, run_tree, small_model
 from tiny import greedy, idle, tiny_llm, tiny_model
 
 from treewise import SamplingParams
-from treewise.ops import Heads, gated_activation, rms_norm, rotate, rotate_and_store
+from treewise.ops import Heads, gated_activation, linear, pack, rms_norm, rotate, rotate_and_store
 
 HERE = Path(__file__).parent
 has_triton = importlib.util.find_spec("triton") is not None
@@ -42,6 +42,27 @@ def test_the_kernels_are_right_under_the_interpreter():
     ]
     done = subprocess.run(command, cwd=HERE, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_matrices_multiply_as_plain_ones(rows, dtype):
+    weight, bias, x = torch.randn(24, 16).to(dtype), torch.randn(24).to(dtype), torch.randn(rows, 2, 16)[:, 0].to(dtype)
+    packed = pack(weight)
+    assert packed.shape == weight.shape and packed.dtype == dtype and pack(packed) is packed
+    assert torch.equal(packed.to_dense() if packed.is_mkldnn else packed, weight)
+    for offset in (None, bias):
+        torch.testing.assert_close(linear(x, packed, offset), F.linear(x, weight, offset))
+
+
+def test_a_packed_model_computes_as_before():
+    for model in (tiny_model(), small_model("qwen2")):
+        before = run_dense(model, [3, 1, 4, 1, 5])
+        names = [name for name, _ in model.named_parameters()]
+        for _ in range(2):  # an engine more changes nothing
+            model.pack()
+            torch.testing.assert_close(run_dense(model, [3, 1, 4, 1, 5]), before, rtol=1e-4, atol=1e-4)
+            assert [name for name, _ in model.named_parameters()] == names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

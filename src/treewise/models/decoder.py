@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from treewise.config import ModelConfig
 from treewise.layers import Attend, Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotary
+from treewise.ops import linear, pack
 
 
 class DecoderLayer(nn.Module):
@@ -63,6 +63,7 @@ class CausalLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
         if not config.tie_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.packed_table: Tensor | None = None  # of tied embeddings, as the head
         ropes = list(dict.fromkeys(config.layer_ropes))
         self.ropes = nn.ModuleList(Rotary(rope) for rope in ropes)
         self.layer_ropes = [ropes.index(rope) for rope in config.layer_ropes]
@@ -76,6 +77,21 @@ class CausalLM(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.embedding.weight.device
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix of the output head ``[vocab_size, hidden]``, packed or not."""
+        if not self.config.tie_embeddings:
+            return self.head.weight
+        return self.embedding.weight if self.packed_table is None else self.packed_table
+
+    def pack(self) -> None:
+        """Lay the matrices out for fast products where that helps, see `treewise.ops.pack`; weights change no more."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if self.config.tie_embeddings:
+            self.packed_table = pack(self.embedding.weight.detach())
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor | None = None) -> Tensor:
         """Compute rows of any number of sequences.
@@ -109,8 +125,7 @@ class CausalLM(nn.Module):
             x = x.index_select(0, logit_rows)
             residual = None if residual is None else residual.index_select(0, logit_rows)
         x, _ = self.norm.add(x, residual)
-        head = self.embedding if self.config.tie_embeddings else self.head
-        logits = F.linear(x, head.weight).float()
+        logits = linear(x, self.head_weight).float()
         if (cap := self.config.logit_soft_cap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits

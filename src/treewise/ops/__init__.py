@@ -1,7 +1,7 @@
-"""Element-wise work between matrix products, each op one pass over memory: norms, gated activations, rotary embedding.
+"""Matrix products, and the element-wise work between them, each op one pass over memory: norms, activations, rotation.
 
-Each op runs as a Triton kernel on a GPU, and on a CPU under ``TRITON_INTERPRET=1``; elsewhere as plain torch. The two
-compute in float32 and round to the tensors' type at the same places, which are those of Transformers.
+Each element-wise op runs as a Triton kernel on a GPU, and on a CPU under ``TRITON_INTERPRET=1``; elsewhere as plain
+torch. The two compute in float32 and round to the tensors' type at the same places, which are those of Transformers.
 
 >>> import torch
 >>> x, residual = torch.randn(3, 8), torch.randn(3, 8)
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from treewise.ops import plain
+from treewise.ops.packed import linear, pack
 from treewise.ops.plain import ACTIVATIONS, Heads, rotate
 
-__all__ = ["ACTIVATIONS", "Heads", "gated_activation", "rms_norm", "rotate", "rotate_and_store"]
+__all__ = ["ACTIVATIONS", "Heads", "gated_activation", "linear", "pack", "rms_norm", "rotate", "rotate_and_store"]
 
 
 def rms_norm(

@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 
 from treewise.attention.backend import FP8
-from treewise.attention.triton import capability
 from treewise.ops import kernels
 from treewise.ops.plain import Heads
+from treewise.plan.devices import capability
 
 COLUMNS = 1024
 """Columns of a program that takes a part of a row: eight a thread of its four warps."""
