@@ -68,7 +68,7 @@ def test_wide_items_go_to_the_kernel_for_them(monkeypatch, window):
 
     monkeypatch.setattr(f"{name}.attend", attend)
     monkeypatch.setattr(f"{name}.suits", lambda q, k, v, packed: packed > 32)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 3)
     tree = TreeSpec([-1] + [0] * 30 + [1] * 3, [150] + [70] * 33, range(4, 34))
     shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16, "window": window}
     q = torch.randn(30, 8, 64).half()

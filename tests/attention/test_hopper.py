@@ -22,7 +22,7 @@ is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 @pytest.fixture
 def hopper(monkeypatch):
     module = import_kernels(NAME, monkeypatch)
-    monkeypatch.setattr(module, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
     return module
 
 

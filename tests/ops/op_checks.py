@@ -84,8 +84,8 @@ def heads_are_rotated_and_stored(
         q = fused.rotate_and_store(on(device, heads), moved[0][1], moved[1].transpose(0, 1), there, *factors)
         close(q, expected, ulps=8)
         for found, pool in zip(moved, pools, strict=True):
-            if kv_dtype == FP8:  # neighbours at most, where what is rounded differs in its last bit
-                torch.testing.assert_close(found.float().cpu(), pool.float(), rtol=0.13, atol=2**-9)
+            if kv_dtype == FP8:  # neighbours at most, but for small differences of larger numbers rounded to bfloat16
+                torch.testing.assert_close(found.float().cpu(), pool.float(), rtol=0.13, atol=2**-6)
             else:
                 close(found, pool, ulps=8)
 

@@ -67,6 +67,49 @@ def test_every_pair_that_the_tree_allows_is_covered_once(tree, window, row_tile,
         check_form(plan)
 
 
+@pytest.mark.parametrize("copied", [partition.COPIED, 60])
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("room", [0, 3])
+def test_what_is_cut_for_a_gpu_covers_every_pair_once(backend, copied, room, monkeypatch):
+    monkeypatch.setattr("treewise.plan.upload", lambda arrays, device: {})
+    monkeypatch.setattr(partition, "COPIED", copied)
+    shape = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16, "device": "cuda"}
+    for tree in (
+        TreeSpec([-1] + [0] * 40, [3000] + [5] * 40, range(1, 41)),
+        TreeSpec([-1] + [0] * 7, [30] + [400] * 7, range(1, 8)),
+        TreeSpec([-1, 0, 0, 1, 1, 2, 2], [90, 300, 7, 350, 1, 1, 9], [3, 4, 5, 6]),
+        TreeSpec([-1, -1, 0, 0, 1, 1], [200, 40, 1, 1, 1, 1], [2, 3, 4, 5]),
+    ):
+        for method in ("deft:flatten", "deft:node_chunk", "radix", "auto"):
+            plan = plan_tree(tree, method, backend=backend, room=room, **shape)
+            np.testing.assert_array_equal(
+                covered(plan, tree.num_tokens) if not room else covered(plan, tree.num_tokens)[:, 1:],
+                seen_by(tree, None) if not room else seen_by(tree, None)[:, 1:],  # room stands for slot 0 for now
+                err_msg=f"{method} for {backend}",
+            )
+            check_form(plan)
+
+
+@pytest.mark.parametrize(
+    ("tree", "packed", "copies"),
+    [
+        (TreeSpec([-1] + [0] * 64, [4000] + [1] * 64, range(1, 65)), 128, 2),  # wide tiles add next to nothing
+        (TreeSpec([-1] + [0] * 50, [4000] + [200] * 50, range(1, 51)), 64, 4),  # wide tiles would mask more
+        (TreeSpec([-1], [32768], [0] * 2048, range(30720, 32768)), 128, 1),  # too long for every tile to list it
+    ],
+    ids=["drafts", "samples", "prompt"],
+)
+def test_one_launch_along_the_paths_where_there_is_a_kernel_in_gluon(tree, packed, copies, monkeypatch):
+    monkeypatch.setattr("treewise.plan.upload", lambda arrays, device: {})
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    plan = plan_tree(tree, "deft:flatten", backend="hopper", **shape)
+    rows = plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]
+    assert plan.kernel_bounds == () and packed // 2 < rows.max() * 4 <= packed
+    assert (plan.kv_slots == 0).sum() == copies
+    for other in ({"window": 512}, {"dtype": torch.float32}, {"kv_dtype": torch.float8_e4m3fn}, {"head_dim": 96}):
+        assert plan_tree(tree, "deft:flatten", backend="hopper", **shape | other).kernel_bounds == partition.BOUNDS
+
+
 def check_form(plan):
     """Each row has one item or merges all its partial results; leading mask-free tokens really are."""
     rows = plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]
@@ -120,7 +163,7 @@ def test_a_causal_chunk_skips_what_its_rows_cannot_see():
 def test_a_long_prompt_chunk_is_neither_copied_nor_cut_on_a_gpu():
     tree = TreeSpec([-1], [32768], [0] * 2048, range(30720, 32768))
     layout = lay_out(tree, np.arange(32768, dtype=np.int32), None)
-    sizes = partition.blocks(torch.device("cuda"), 8, 4, None, None)
+    sizes = partition.blocks(torch.device("cuda"), 8, 4, None, None, False)
     cut = partition.with_keys(partition.flatten(layout, sizes, partition.STEP), None)
     assert len(cut.layout.kv_slots) == 32768
     assert cut.items[:, ROW_LOW].tolist() == [*range(0, 2048, 32)]  # one item a row tile

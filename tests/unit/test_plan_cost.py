@@ -118,7 +118,7 @@ def test_an_unknown_device_gets_the_data_of_the_nearest_one_and_says_so(folder, 
 def test_estimates_agree_with_the_partitions(tree, device):
     spec = TREES[tree]
     layout = lay_out(spec, np.arange(spec.num_tokens, dtype=np.int32), None)
-    layer = Layer(torch.device(device), 32, 8, 128, torch.float16, torch.float16)
+    layer = Layer(torch.device(device), 32, 8, 128, torch.float16, torch.float16, "triton")
     task = Task(layout, layer, None, None, None)
     step = partition.cutting_step(layer.device, None)
     by_node, by_query = (rows_and_chunk(method, task) for method in ("deft:node_chunk", "radix"))
@@ -127,7 +127,7 @@ def test_estimates_agree_with_the_partitions(tree, device):
         (cost.work_by_query(layout, None, *by_query), partition.by_query(layout, None, *by_query, step)),
     ):
         guess = FEATURES[device](estimate, layer)
-        real = FEATURES[device](cost.work_of_items(made.items, spec.num_tokens), layer)
+        real = FEATURES[device](cost.work_of_items(made.items, spec.num_tokens, made.bounds), layer)
         assert sorted(guess) == sorted(COEFFICIENTS[device])
         for name in guess:
             if name != "masked":
@@ -137,10 +137,12 @@ def test_estimates_agree_with_the_partitions(tree, device):
 
 @pytest.mark.parametrize("tree", ["1:16000", "8:2000", "32:1000", "64:200"])
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (16, 1)])
-def test_where_nothing_is_shared_a_gpu_decodes_plainly(tree, heads):
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_where_nothing_is_shared_a_gpu_decodes_plainly(tree, heads, backend):
     spec = find_trees(tree)[tree]
     layout = lay_out(spec, np.arange(spec.num_tokens, dtype=np.int32), None)
-    task = Task(layout, Layer(torch.device("cuda"), *heads, 128, torch.float16, torch.float16), None, None, None)
+    layer = Layer(torch.device("cuda"), *heads, 128, torch.float16, torch.float16, backend)
+    task = Task(layout, layer, None, None, None)
     chosen = cut("auto", task, "intervals").partition
     lone = chosen.items[:, :2]
     assert (lone[:, 1] - lone[:, 0] == 1).all()  # a sequence an item

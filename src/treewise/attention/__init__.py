@@ -16,6 +16,7 @@ from treewise.attention.backend import AttentionBackend, AttentionSpec, Scoring
 from treewise.attention.cpu import CPUBackend
 from treewise.attention.reference import ReferenceBackend
 from treewise.plan import METHODS, Plan, TreeSpec, plan_tree
+from treewise.plan.devices import default_backend
 
 __all__ = [
     "BACKENDS",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 BACKENDS = ("reference", "cpu", "triton", "hopper")
-"""``"hopper"`` is ``"triton"`` with a kernel of its own for wide items, and has to be asked for."""
+"""``"hopper"`` is ``"triton"`` with a kernel of its own for wide items, and the default where there is such a GPU."""
 
 
 def get_backend(name: str | None, device: torch.device) -> AttentionBackend:
@@ -42,7 +43,8 @@ def get_backend(name: str | None, device: torch.device) -> AttentionBackend:
     ValueError
         If there is no backend of this name, or it needs a package that is not there.
     """
-    match name or ("triton" if device.type == "cuda" else "cpu"):
+    name = name or default_backend(device)
+    match name:
         case "reference":
             return ReferenceBackend()
         case "cpu":

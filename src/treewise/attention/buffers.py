@@ -11,7 +11,7 @@ import numpy as np
 from treewise.attention.triton import Launch, TritonBackend, prepare
 from treewise.plan import Plan
 from treewise.plan.data import upload
-from treewise.plan.partition import multiprocessors
+from treewise.plan.devices import multiprocessors
 
 
 class PlanBuffers:

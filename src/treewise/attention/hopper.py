@@ -9,7 +9,6 @@ next are under way while the last ones are finished.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 import torch
@@ -28,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from treewise.plan.devices import capability, multiprocessors
+
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its name until Triton 3.6
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -43,7 +44,7 @@ def suits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: int) -> boo
         and q.dtype in (torch.float16, torch.bfloat16)
         and k.dtype == v.dtype == q.dtype
         and q.shape[2] in (64, 128)
-        and _is_hopper(q.device)
+        and capability(q.device) == (9, 0)
         # Copies are of 16 bytes, as Triton knows only where these are multiples of 16.
         and all(
             tensor.stride(2) == 1 and tensor.data_ptr() % 16 == tensor.stride(0) % 16 == tensor.stride(1) % 16 == 0
@@ -93,7 +94,7 @@ def attend(
     """
     programs = num_items * k.shape[1]
     wide = packed > 64
-    grid = min(programs, _multiprocessors(q.device) * (1 if wide else 2))
+    grid = min(programs, multiprocessors(q.device) * (1 if wide else 2))
     attend_wide[(grid,)](
         q, k, v, out, lse, parts, part_lse,
         tensors["items"], tensors["row_order"], tensors["kv_slots"], tensors["kv_readers"],
@@ -104,16 +105,6 @@ def attend(
         # wide program or for two others: 200 or more for a thread that multiplies, 56 or more for one that gathers.
         REGISTERS=216 if wide else 56, num_warps=4, maxnreg=168 if wide else 128, launch_pdl=dependent,
     )  # fmt: skip
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @gluon.jit(do_not_specialize=["first_item", "num_programs"])

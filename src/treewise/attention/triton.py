@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,8 +14,9 @@ from treewise.attention import kernels
 from treewise.attention.backend import FP8, AttentionSpec, Factors, Pair, Scoring, read
 from treewise.plan import Plan
 from treewise.plan.data import FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
+from treewise.plan.devices import capability, multiprocessors
 from treewise.plan.layout import ranges
-from treewise.plan.partition import SHORT, multiprocessors
+from treewise.plan.partition import SHORT
 from treewise.plan.spec import Ints
 
 LOG2_E = kernels.LOG2_E.value
@@ -215,12 +215,6 @@ def _both(factors: Factors, k: torch.Tensor) -> Factors:
     return (ones, factors[1]) if factors[0] is None else (factors[0], ones)
 
 
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, (0, 0) of what is none. Kernels launched ahead need 9.0."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
 def _launches(plan: Plan, row_bytes: int) -> tuple[Launch, ...]:
     """Split the items, which come sorted by width, into runs of one kernel each."""
     large = row_bytes > 256  # a step of 64 key tokens would not fit in shared memory three times
@@ -230,10 +224,10 @@ def _launches(plan: Plan, row_bytes: int) -> tuple[Launch, ...]:
     packed = (plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]) * (plan.num_heads // plan.num_kv_heads)
     length = plan.items[:, KV_END] - plan.items[:, KV_START]
     free = plan.items[:, FREE_END] - plan.items[:, KV_START]
-    bounds = np.append(np.flatnonzero(np.diff(np.searchsorted((16, 64), packed), prepend=-1)), len(packed)).tolist()
+    starts = np.flatnonzero(np.diff(np.searchsorted(plan.kernel_bounds, packed), prepend=-1)).tolist()
     runs = _runs(plan)
     launches = []
-    for first, end in pairwise(bounds):
+    for first, end in pairwise([*starts, len(packed)]):
         width = max(16, triton.next_power_of_2(int(packed[first:end].max())))
         masked = bool((free[first:end] < length[first:end]).any())
         warps = 8 if width > 64 or plan.head_dim > 128 else 4

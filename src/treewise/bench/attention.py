@@ -178,10 +178,11 @@ class Method:
             page_size=self.page_size,
             dtype=q.dtype,
             device=q.device,
+            backend=self.backend,
         )
         plan = make()
         moved = plan.io(q.dtype)
-        run = cast(Callable[[], torch.Tensor], partial(run_plan, plan, q, k, v, backend=self.backend))
+        run = cast(Callable[[], torch.Tensor], partial(run_plan, plan, q, k, v))
         return Job(run, make, facts={"kv_mb": moved.kv / 1e6, "io_mb": moved.total / 1e6, "why": plan.why})
 
 

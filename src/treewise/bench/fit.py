@@ -19,6 +19,7 @@ from treewise.bench.attention import DTYPES, random_inputs, read_heads
 from treewise.bench.measure import check_device, describe_machine, progress, report, time_calls
 from treewise.bench.trees import find_trees, visible_lengths
 from treewise.plan.cost import COEFFICIENTS, FEATURES, MARGIN, Costs, Layer, describe, pick, user_file, work_of_items
+from treewise.plan.devices import default_backend
 from treewise.results import json_safe
 
 Floats = npt.NDArray[np.float64]
@@ -114,7 +115,7 @@ def measure(
         task = bar.add_task("fit", total=len(specs) * len(shapes))
         for heads in shapes:
             num_heads, num_kv_heads = read_heads(heads)
-            layer = Layer(device, num_heads, num_kv_heads, dim, dtype, dtype)
+            layer = Layer(device, num_heads, num_kv_heads, dim, dtype, dtype, default_backend(device))
             for tree, spec in specs.items():
                 bar.update(task, description=f"{heads}: {tree}")
                 q, k, v = random_inputs(spec, num_heads, num_kv_heads, dim, dtype, 1, device)
@@ -137,7 +138,8 @@ def measure(
                     for _ in range(turns)
                 ]
                 for plan, times in zip(plans, np.reshape(seconds, (turns, len(plans), -1)).swapaxes(0, 1), strict=True):
-                    features = FEATURES[device.type](work_of_items(plan.items, spec.num_tokens), layer)
+                    work = work_of_items(plan.items, spec.num_tokens, plan.kernel_bounds)
+                    features = FEATURES[device.type](work, layer)
                     yield Measured(heads, tree, plan.method, features, float(typical(times)) * 1e6)
                 bar.advance(task)
 

@@ -19,6 +19,7 @@ from treewise.plan.cost import Layer
 from treewise.plan.cut import Task
 from treewise.plan.cut import cut as cut_layout
 from treewise.plan.data import ENTRY, FREE_END, IO, KV_START, Plan, merges, upload
+from treewise.plan.devices import default_backend
 from treewise.plan.growth import find_room, with_room
 from treewise.plan.layout import lay_out, unpack
 from treewise.plan.spec import TreeSpec, check, integers
@@ -58,6 +59,7 @@ def plan_tree(
     chunk: int | None = None,
     row_tile: int | None = None,
     room: int = 0,
+    backend: str | None = None,
 ) -> Plan:
     """Plan attention of a tree's queries over its tokens.
 
@@ -91,6 +93,9 @@ def plan_tree(
     room : int
         Tokens that each branch may append by `Plan.grow` before a new plan is needed; 16 or 32 make planning cheap
         while branches only grow. Each query must then sit at the last token of a leaf of its own.
+    backend : str, optional
+        What `run_plan` will run the plan with, one of `treewise.attention.BACKENDS`; default what the method's name
+        asks for, else the device's. ``"hopper"`` wants other items than ``"triton"``, but each runs all of them.
 
     Returns
     -------
@@ -102,7 +107,7 @@ def plan_tree(
         If an argument does not fit; the message names it and the choices.
     """
     device = torch.device(device)
-    backend = "reference" if method == "reference" else None
+    backend = "reference" if method == "reference" else backend
     method = "deft:node" if method == "reference" else method
     _check(method, mask, page_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     for name, limit in (("window", window), ("chunk", chunk), ("row_tile", row_tile)):
@@ -128,7 +133,9 @@ def plan_tree(
         row_tile = min(row_tile or 64, 64 if device.type == "cpu" else max(1, 64 // group_size))
     reach = None if window is None else window + room  # what a row sees before and after it has grown
     layout = lay_out(tree, slot, reach)
-    layer = Layer(device, num_heads, num_kv_heads, head_dim, dtype, kv_dtype or dtype)
+    layer = Layer(
+        device, num_heads, num_kv_heads, head_dim, dtype, kv_dtype or dtype, backend or default_backend(device)
+    )
     cut, method, why, row_tile = cut_layout(method, Task(layout, layer, reach, row_tile, chunk), mask)
     if mask == "words":
         cut = partition.with_words(cut, window)
@@ -179,6 +186,7 @@ def plan_tree(
         row_tile=row_tile,
         num_slots=num_slots,
         group_tokens=cut.group_tokens,
+        kernel_bounds=cut.bounds,
         room=place,
         tensors=upload(arrays | masks | extra, device),
         kv_low=kv_low,

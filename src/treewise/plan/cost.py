@@ -20,8 +20,9 @@ import torch
 
 from treewise.config import cache_folder
 from treewise.plan.data import FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
+from treewise.plan.devices import multiprocessors
 from treewise.plan.layout import Layout
-from treewise.plan.partition import ALONE, BATCH, STEP, multiprocessors
+from treewise.plan.partition import ALONE, BATCH, BOUNDS, STEP
 from treewise.plan.spec import Ints
 
 PACKAGED = Path(__file__).parent / "costs"
@@ -52,6 +53,7 @@ class Layer(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    backend: str
 
 
 class Work(NamedTuple):
@@ -64,13 +66,14 @@ class Work(NamedTuple):
     masked: Ints  # of the tokens, the last ones
     pieces: Ints
     kv_tokens: int  # key tokens of the tree
+    bounds: tuple[int, ...] = BOUNDS  # of packed rows, see `treewise.plan.partition.Partition`
 
 
-def work_of_items(items: Ints, kv_tokens: int) -> Work:
+def work_of_items(items: Ints, kv_tokens: int, bounds: tuple[int, ...]) -> Work:
     """Take the items of a partition as they are."""
     low, high, start, end, free = items[:, [ROW_LOW, ROW_HIGH, KV_START, KV_END, FREE_END]].astype(np.int64).T
     one = np.ones_like(low)
-    return Work(low, high, one, end - start, end - free, one, kv_tokens)
+    return Work(low, high, one, end - start, end - free, one, kv_tokens, bounds)
 
 
 def work_by_node(layout: Layout, row_tile: int, chunk: int) -> Work:
@@ -120,7 +123,10 @@ def gpu_features(work: Work, layer: Layer) -> dict[str, float]:
         "partial_mb": 2 * merged * element * (2 if layer.dtype == torch.float16 else 4),
         "kv_mb": 2e-6 * work.kv_tokens * layer.num_kv_heads * layer.head_dim * layer.kv_dtype.itemsize,
     }
-    width = np.searchsorted((16, 64), packed)
+    kernel = np.searchsorted(work.bounds, packed)  # pads all items to the widest of its own
+    widest = np.zeros(len(work.bounds) + 1, np.int64)
+    np.maximum.at(widest, kernel, packed)
+    width = np.searchsorted(BOUNDS, widest[kernel])
     items = np.bincount(width, weights=number, minlength=3)
     all_steps = np.bincount(width, weights=number * steps, minlength=3)
     for place, name in enumerate(("16", "64", "128")):

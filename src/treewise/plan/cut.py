@@ -41,7 +41,7 @@ def cut(method: str, task: Task, mask: str) -> Result:
         return Result(partition.with_keys(made, task.window), method, why, _most_rows(method, task))
     layout, blocks = task.layout, _cut("deft:flatten", task)
     works = {
-        "deft:flatten": work_of_items(blocks.items, len(layout.kv_slots)),
+        "deft:flatten": work_of_items(blocks.items, len(layout.kv_slots), blocks.bounds),
         "deft:node_chunk": work_by_node(layout, *_rows_and_chunk("deft:node_chunk", task)),
     }
     if mask == "intervals":  # words are for deft:* methods
@@ -74,7 +74,9 @@ def _cut(method: str, task: Task) -> Partition:
 def _blocks(task: Task) -> partition.Blocks:
     layer = task.layer
     group_size = layer.num_heads // layer.num_kv_heads
-    return partition.blocks(layer.device, layer.num_kv_heads, group_size, task.row_tile, task.chunk)
+    has_gluon = layer.backend == "hopper" and task.window is None and layer.head_dim in (64, 128)
+    has_gluon &= layer.dtype == layer.kv_dtype and layer.dtype.itemsize == 2
+    return partition.blocks(layer.device, layer.num_kv_heads, group_size, task.row_tile, task.chunk, has_gluon)
 
 
 def _rows_and_chunk(method: str, task: Task) -> tuple[int, int]:
@@ -96,5 +98,5 @@ def _rows_and_chunk(method: str, task: Task) -> tuple[int, int]:
 def _most_rows(method: str, task: Task) -> int:
     if method == "deft:flatten":
         sizes = _blocks(task)
-        return max(sizes.shared.rows, sizes.paths.rows)
+        return max(sizes.shared.rows, *(paths.rows for paths in sizes.paths))
     return len(task.layout.row_order) if method == "medusa" else _rows_and_chunk(method, task)[0]

@@ -78,6 +78,8 @@ class Plan:
         Most rows that read a key token together; a wider item reads its key tokens once a tile.
     num_slots : int
         The pool must have at least so many slots.
+    kernel_bounds : tuple of int
+        Packed rows (rows × group) up to which items are for one kernel, and for another.
     reduce_rows : [merged rows]
         The rows that do not get their result from one item.
     room : [steps, queries]
@@ -114,6 +116,7 @@ class Plan:
     kv_position: Ints
     items: Ints
     group_tokens: Ints
+    kernel_bounds: tuple[int, ...]
     reduce_rows: Ints
     reduce_indptr: Ints
     reduce_entries: Ints

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from treewise.plan.data import FREE_END, GROUP, KV_END, KV_START, MASK, ROW_HIGH, ROW_LOW
+from treewise.plan.devices import multiprocessors
 from treewise.plan.layout import Layout, indptr, pack, pairs, range_min, ranges, stable_order
 from treewise.plan.spec import Ints
 
@@ -21,6 +21,12 @@ ALONE = 1 << 10
 """Items with at least so many (row, key token) pairs run alone on a CPU: their products outweigh the calls."""
 BATCH = 1 << 18
 """Most elements that a CPU gathers from the pool for a batch of smaller items, to stay in the cache."""
+COPIED = 1 << 17
+"""Most key tokens of a node times the row tiles that list it, where every tile lists all that it reads."""
+NEVER = 1 << 62
+"""A length that no node has."""
+BOUNDS = (16, 64)
+"""Packed rows up to which items of the Triton kernel are of one kind, and of another."""
 SHORT = 512
 """Items of at most so many key tokens are bound by latency: a GPU runs more of them at once, in smaller steps."""
 
@@ -64,17 +70,26 @@ class Blocks(NamedTuple):
     A node of at least ``shared_length`` key tokens, or ``lone_length`` where one item holds its readers, gets groups
     of its own; the others are read along the paths of a row tile. So is one that an item of a path can hold where
     next to nothing is left for the paths otherwise, or one row tile holds all rows: another kernel would not pay.
+    But a node gets groups of its own if it would stand more than ``copied`` times in the lists of the paths.
+
+    ``paths`` are the tiles to choose from, the widest first: that is taken if it makes few more pairs of rows and key
+    tokens than the one that makes fewest. ``bounds`` are those of `Partition`.
     """
 
     shared_length: int
     lone_length: int
+    copied: int
     shared: Cut
     lone: Cut
-    paths: Cut
+    paths: tuple[Cut, ...]
+    bounds: tuple[int, ...]
 
 
 class Partition(NamedTuple):
-    """Work items over a layout's rows and key tokens, and the masks of their kind (see `treewise.plan.data.Plan`)."""
+    """Work items over a layout's rows and key tokens, and the masks of their kind (see `treewise.plan.data.Plan`).
+
+    Items of one kernel have packed rows (rows × group) up to the same of the ``bounds``, or above all of them.
+    """
 
     layout: Layout
     items: Ints
@@ -82,14 +97,7 @@ class Partition(NamedTuple):
     mask_words: Ints = np.zeros(0, np.int64)
     mask_dense: npt.NDArray[np.bool_] = np.zeros((0, 0), bool)
     parts: tuple[Ints, Ints] | None = None  # [start, end) of the layout's key tokens that are the partition's
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many a GPU has; without one, those of an H100 or H200."""
-    if not torch.cuda.is_available():
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    bounds: tuple[int, ...] = BOUNDS
 
 
 def cutting_step(device: torch.device, chunk: int | None) -> int:
@@ -103,27 +111,34 @@ def by_node(layout: Layout, window: int | None, row_tile: int, chunk: int, step:
     return _by_tokens(layout, window, row_tile, start, end, np.zeros(len(start), bool))
 
 
-def blocks(device: torch.device, num_kv_heads: int, group_size: int, row_tile: int | None, chunk: int | None) -> Blocks:
+def blocks(
+    device: torch.device, num_kv_heads: int, group_size: int, row_tile: int | None, chunk: int | None, has_gluon: bool
+) -> Blocks:
     """Choose the sizes for `flatten`: on a CPU few operations, on a GPU few partial results and items for one wave.
 
     On a CPU, masked pairs cost as much as others, hence narrow tiles for the paths: 16 rows take a fifth less than 128
     over 17 trees. Measured on an H200: what an item of 64 packed rows saves over one of 16 is worth more than the
     pairs that it masks, and partial results cost more than reading a node of less than 2,048 key tokens once a tile.
+    Where the kernel in Gluon runs, masked pairs cost so little that one launch of it, along the paths, beats all else.
     """
     if device.type == "cpu":
         cut, paths = Cut(row_tile or 128, chunk or 2048), Cut(row_tile or 16, min(512, chunk or 512))
-        return Blocks(min(32, cut.most), min(32, cut.most), cut, cut, paths)
+        return Blocks(min(32, cut.most), min(32, cut.most), NEVER, cut, cut, (paths,), BOUNDS)
     narrow, middle, wide = (row_tile or max(1, packed // group_size) for packed in (16, 64, 128))
-    if chunk:
-        return Blocks(2048, 320, Cut(wide, chunk), Cut(narrow, chunk), Cut(middle, chunk))
     wave = max(1, multiprocessors(device) // num_kv_heads)
-    return Blocks(
-        2048,
-        320,
-        Cut(wide, LONGEST, ((wave, LONGEST),)),
-        Cut(narrow, LONGEST, ((2 * wave, LONGEST),), few_rows=True),
-        Cut(middle, LONGEST, ((3 * wave, SHORT), (2 * wave, LONGEST))),
+    one, two, three = (wave, LONGEST), (2 * wave, LONGEST), (3 * wave, SHORT)
+    whole, alone, half, third = (
+        Cut(rows, chunk or LONGEST, () if chunk else wanted, few_rows)
+        for rows, wanted, few_rows in (
+            (wide, (one,), False),
+            (narrow, (two,), True),
+            (middle, (two,), False),
+            (middle, (three, two), False),
+        )
     )
+    if has_gluon:
+        return Blocks(NEVER, NEVER, COPIED, whole, alone, (whole, half), ())
+    return Blocks(2048, 320, NEVER, whole, alone, (third,), BOUNDS)
 
 
 def flatten(layout: Layout, sizes: Blocks, step: int) -> Partition:
@@ -134,13 +149,14 @@ def flatten(layout: Layout, sizes: Blocks, step: int) -> Partition:
     trees never share a block: a hidden value that is not finite would still spoil the block's other rows.
     """
     length, readers = layout.node_end - layout.node_start, layout.node_high - layout.node_low
+    path_cut, copies = _tile(layout, sizes.paths)
     lone = readers <= sizes.lone.rows
     own = length >= np.where(lone, sizes.lone_length, sizes.shared_length)
-    tiles = -(-len(layout.row_order) // sizes.paths.rows)
+    tiles = -(-len(layout.row_order) // path_cut.rows)
     if not (own & lone).any() and (tiles == 1 or length[~own].sum() <= STEP * tiles):
-        own &= length > sizes.paths.most
+        own &= length > path_cut.most
+    own |= (copies > 1) & (copies * length > sizes.copied)
     long, short = np.flatnonzero(own), np.flatnonzero(~own)
-    path_cut = sizes.paths
     if not lone[long].all():  # the multiprocessors are not for the paths alone
         path_cut = path_cut._replace(wanted=path_cut.wanted[-1:])
     own_items, own_fresh = _long_nodes(layout, sizes, step, long, lone[long])
@@ -153,7 +169,33 @@ def flatten(layout: Layout, sizes: Blocks, step: int) -> Partition:
     items = np.concatenate((own_items, items))
     items[:, GROUP] = np.arange(len(items))
     parts = (np.concatenate((start, part_start)), np.concatenate((end, part_end)))
-    return Partition(layout, items, np.concatenate((own_fresh, fresh)), parts=parts)
+    return Partition(layout, items, np.concatenate((own_fresh, fresh)), parts=parts, bounds=sizes.bounds)
+
+
+def _tile(layout: Layout, cuts: tuple[Cut, ...]) -> tuple[Cut, Ints]:
+    """Choose among tiles of rows, and tell how many of them read each node."""
+    num_rows, length = len(layout.row_order), layout.node_end - layout.node_start
+    pairs, copies = [], []
+    for cut in cuts:
+        bounds = _tile_bounds(num_rows, cut.rows)
+        first, last = _tiles_of(layout, bounds, slice(None))
+        copies.append(last - first)
+        width = 1 << (int(bounds[-1] - bounds[-2]) - 1).bit_length()  # a kernel pads its rows
+        pairs.append(width * int(length @ copies[-1]))
+    chosen = next(i for i, number in enumerate(pairs) if number <= 1.3 * min(pairs))
+    return cuts[chosen], copies[chosen]
+
+
+def _tile_bounds(num_rows: int, most: int) -> Ints:
+    """Cut rows evenly in the fewest tiles of at most so many."""
+    tiles = -(-num_rows // most)
+    return np.arange(tiles + 1) * num_rows // tiles
+
+
+def _tiles_of(layout: Layout, bounds: Ints, nodes: Ints | slice) -> tuple[Ints, Ints]:
+    """Return the first tile whose rows read each node, and the one after the last."""
+    first: Ints = np.searchsorted(bounds, layout.node_low[nodes], side="right") - 1
+    return first, np.searchsorted(bounds, layout.node_high[nodes])
 
 
 def _long_nodes(layout: Layout, sizes: Blocks, step: int, long: Ints, lone: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
@@ -185,10 +227,9 @@ def _paths(layout: Layout, cut: Cut, step: int, short: Ints) -> tuple[Ints, Ints
     Also returns of which parts [start, end) of the layout their key tokens consist.
     """
     num_rows, trees = len(layout.row_order), int(layout.node_root[-1]) + 1
-    tiles = -(-num_rows // cut.rows)
-    bounds = np.arange(tiles + 1) * num_rows // tiles
-    first = np.searchsorted(bounds, layout.node_low[short], side="right") - 1
-    last = np.searchsorted(bounds, layout.node_high[short])
+    bounds = _tile_bounds(num_rows, cut.rows)
+    tiles = len(bounds) - 1
+    first, last = _tiles_of(layout, bounds, short)
     node, tile = np.repeat(short, last - first), ranges(first, last)
 
     # Segments: what a row tile sees of a node, mask-free and then masked. A list is all segments of a row tile.
@@ -241,7 +282,7 @@ def with_keys(partition: Partition, window: int | None) -> Partition:
         bounds = _trim(layout, window, *items[:, [ROW_LOW, ROW_HIGH, KV_START, KV_END]].T)
         items[:, [KV_START, KV_END, FREE_END]] = np.stack(bounds, axis=1)
         items = items[items[:, KV_START] < items[:, KV_END]]
-    return Partition(layout, items, partition.group_tokens)
+    return partition._replace(layout=layout, items=items, parts=None)
 
 
 def by_query(layout: Layout, window: int | None, row_tile: int, chunk: int, step: int) -> Partition:
@@ -317,9 +358,9 @@ def with_words(partition: Partition, window: int | None) -> Partition:
 
 
 def in_launch_order(partition: Partition, group_size: int) -> Partition:
-    """Sort items so that those of one compiled kernel follow each other, and the longest of them come first."""
+    """Sort items so that those of one kernel follow each other, and the longest of them come first."""
     items = partition.items
-    width = np.searchsorted((16, 64), (items[:, ROW_HIGH] - items[:, ROW_LOW]) * group_size)
+    width = np.searchsorted(partition.bounds, (items[:, ROW_HIGH] - items[:, ROW_LOW]) * group_size)
     return partition._replace(items=items[np.lexsort((items[:, KV_START] - items[:, KV_END], -width))])
 
 
