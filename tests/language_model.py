@@ -69,7 +69,7 @@ def grow(
         rows = controller.step(TreeView(leaves, logits, depth, finished, frozenset(eos)), logprobs)
         if rows is None:
             break
-        pairs = rows.pairs(len(leaves), logits.shape[1])
+        pairs = list(zip(*(each.tolist() for each in rows.arrays(len(leaves), logits.shape[1])), strict=True))
         parents = [parent for parent, _ in pairs]
         next_leaves, num_children = [], [0] * len(leaves)
         for parent, token in pairs:

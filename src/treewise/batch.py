@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from treewise.kv import KVManager, Slots
 from treewise.plan import TreeSpec
+from treewise.thicket import Ints, Thicket
 from treewise.tree import Node
 
 
@@ -30,7 +31,7 @@ class Span(NamedTuple):
 
 @dataclass(eq=False)
 class Batch:
-    """Rows in order of their spans; a row is one token whose query runs in this step.
+    """Rows in order of their spans, then those of thickets; a row is one token whose query runs in this step.
 
     A row whose keys are in the pool already is a *query-only* row: it asks again for logits that nobody kept, as a
     fully cached prompt or a second fork from the same place does. Its own keys go to the scratch slot.
@@ -43,6 +44,8 @@ class Batch:
     ----------
     spans : list of Span
         As they were in the batch's first step.
+    thickets : list of (Thicket, int64 [rows])
+        Each with the entries that are rows of this step.
     num_rows : int
     logit_rows : list of int
         Rows whose logits are wanted, each once however many branches wait for it.
@@ -54,6 +57,7 @@ class Batch:
     num_rows: int = 0
     logit_rows: list[int] = field(default_factory=list)
     grown: int = 0
+    thickets: list[tuple[Thicket, Ints]] = field(default_factory=list)
     _stored: dict[Node, tuple[int, Span]] = field(default_factory=dict)  # first row of the node's new tokens
     _asked: dict[tuple[Node, int], int] = field(default_factory=dict)  # row of a query-only token
     _logits: dict[int, int] = field(default_factory=dict)  # row -> place among the logits
@@ -79,9 +83,14 @@ class Batch:
         return batch
 
     @cached_property
+    def is_decoding(self) -> bool:
+        """Whether each row is the last token of a leaf of its own."""
+        return self._num_span_rows == len(self.spans) and all(s.store and not s.node.children for s in self.spans)
+
+    @property
     def can_grow(self) -> bool:
-        """Whether each row is the last token of a leaf of its own, so that a plan may leave room for the next ones."""
-        return self.num_rows == len(self.spans) and all(s.store and not s.node.children for s in self.spans)
+        """Whether it is likely that the same leaves will have the next rows, so that a plan may leave room for them."""
+        return self.is_decoding and not self.thickets
 
     def computed(self, node: Node) -> int:
         """How many tokens of `node` have keys once this batch has run."""
@@ -123,6 +132,15 @@ class Batch:
             self.logit_rows.append(row)
         return place
 
+    def add_thicket(self, thicket: Thicket, count: int) -> range:
+        """Compute the next `count` rows of `thicket`; return where their logits will stand in the runner's answer."""
+        entries = thicket.rows[thicket.num_computed : thicket.num_computed + count]
+        self.thickets.append((thicket, entries))
+        places = range(len(self.logit_rows), len(self.logit_rows) + count)
+        self.logit_rows.extend(range(self.num_rows, self.num_rows + count))
+        self.num_rows += count
+        return places
+
     def grow(self, kv: KVManager) -> None:
         """Move every row, each the last token of a leaf, on to the one token that the leaf has gained since.
 
@@ -146,19 +164,26 @@ class Batch:
         rows: dict[object, int] = {}
         for _, start, end, _, owner in self.spans:
             rows[owner] = rows.get(owner, 0) + end - start
+        for thicket, entries in self.thickets:
+            rows[thicket.tenant] = rows.get(thicket.tenant, 0) + len(entries)
         return rows
 
     def tokens(self) -> NDArray[np.int64]:
         """Return the token of each row, int64 [rows]."""
-        if self.num_rows == len(self.spans):
-            return np.array([node.tokens[start + self.grown] for node, start, *_ in self.spans], np.int64)
-        return np.array([token for span in self.spans for token in span.node.tokens[span.start : span.end]], np.int64)
+        if self._num_span_rows == len(self.spans):
+            tokens = [node.tokens[start + self.grown] for node, start, *_ in self.spans]
+        else:
+            tokens = [token for span in self.spans for token in span.node.tokens[span.start : span.end]]
+        return np.concatenate([np.array(tokens, np.int64), *(thicket.token[rows] for thicket, rows in self.thickets)])
 
     def positions(self) -> NDArray[np.int64]:
         """Return the logical position of each row, int64 [rows]."""
         if self._first_positions is None:
             starts = np.array([span.node.start + span.start for span in self.spans], np.int64)
-            self._first_positions = np.repeat(starts, self._lengths()) + self._within_spans()
+            own = np.repeat(starts, self._lengths()) + self._within_spans()
+            self._first_positions = np.concatenate(
+                [own, *(thicket.length[rows] - 1 for thicket, rows in self.thickets)]
+            )
         return self._first_positions + self.grown
 
     def store_slots(self, kv: KVManager) -> NDArray[np.int64]:
@@ -167,17 +192,23 @@ class Batch:
         scratch = np.array([kv.pool.scratch_slot], np.int32)
         rest = self.spans[len(known) :]
         parts = [kv.slots(s.node)[s.start : s.end] if s.store else scratch for s in rest]
-        return np.concatenate([known, *parts], dtype=np.int64)
+        return np.concatenate([known, *parts, *(thicket.slot[rows] for thicket, rows in self.thickets)], dtype=np.int64)
 
     def tree_spec(self, kv: KVManager) -> tuple[TreeSpec, Slots]:
         """Return the forest that the rows see, and the slot of each of its tokens.
 
         Nodes come parents first, in the order in which the rows reach them, each cut to what has keys after this step.
         """
+        shapes = [(thicket, thicket.shape(rows)) for thicket, rows in self.thickets]
+        bases = [
+            thicket.bases[base]
+            for thicket, shape in shapes
+            for base in np.unique(-1 - shape.parent[shape.parent < 0]).tolist()
+        ]
         place: dict[Node, int] = {}
-        for span in self.spans:
+        for end in [*(span.node for span in self.spans), *bases]:
             path: list[Node] = []
-            node: Node | None = span.node
+            node: Node | None = end
             while node is not None and node not in place:
                 path.append(node)
                 node = node.parent
@@ -185,14 +216,29 @@ class Batch:
                 place[node] = len(place)
         lengths = [self.computed(node) for node in place]
         starts = np.array([span.start for span in self.spans], np.int64)
+        parents = [np.array([-1 if node.parent is None else place[node.parent] for node in place], np.int64)]
+        nodes = [np.repeat(np.array([place[span.node] for span in self.spans], np.int64), self._lengths())]
+        offsets = [np.repeat(starts, self._lengths()) + self._within_spans() + self.grown]
+        num_nodes = len(place)
+        for thicket, shape in shapes:
+            above, bottom = shape.parent + num_nodes, shape.parent < 0
+            above[bottom] = [place[thicket.bases[base]] for base in (-1 - shape.parent[bottom]).tolist()]
+            parents.append(above)
+            nodes.append(shape.row_node + num_nodes)
+            offsets.append(shape.length[shape.row_node] - 1)
+            num_nodes += len(shape.parent)
         spec = TreeSpec(
-            parent=[-1 if node.parent is None else place[node.parent] for node in place],
-            length=lengths,
-            query_node=np.repeat([place[span.node] for span in self.spans], self._lengths()),
-            query_offset=np.repeat(starts, self._lengths()) + self._within_spans() + self.grown,
+            parent=np.concatenate(parents),
+            length=np.concatenate([np.array(lengths, np.int64), *(shape.length for _, shape in shapes)]),
+            query_node=np.concatenate(nodes),
+            query_offset=np.concatenate(offsets),
         )
-        slots = np.concatenate([kv.slots(node)[:length] for node, length in zip(place, lengths, strict=True)])
-        return spec, slots
+        own = [kv.slots(node)[:length] for node, length in zip(place, lengths, strict=True)]
+        return spec, np.concatenate([*own, *(shape.slots.astype(np.int32) for _, shape in shapes)])
+
+    @property
+    def _num_span_rows(self) -> int:
+        return self.num_rows - sum(len(rows) for _, rows in self.thickets)
 
     def _reserve(self, kv: KVManager) -> None:
         self._slots = kv.append([span.node for span in self.spans])
@@ -208,4 +254,4 @@ class Batch:
     def _within_spans(self) -> NDArray[np.int64]:
         """Return which row of its span each row is."""
         lengths = self._lengths()
-        return np.arange(self.num_rows) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return np.arange(self._num_span_rows) - np.repeat(np.cumsum(lengths) - lengths, lengths)

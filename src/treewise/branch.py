@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, Protocol
 
 from treewise.kv import KVManager
-from treewise.sampler import Candidates, row_key
+from treewise.sampler import Candidates, child_key, row_key
 from treewise.tree import Node
 from treewise.turns import ChatCodec, Conversation, begun_by, next_turn, opens_reply
 
@@ -69,6 +69,9 @@ class BranchTree:
         self.rank = (-priority, order)
         self.namespace = namespace
         self.alive: dict[Branch, None] = {}  # an ordered set
+        self.num_decoded = 0
+        self.unsettled: dict[Callable[[], None], None] = {}  # make branches of what operations under way have decoded
+        self.fallen: list[Callable[[], None]] = []  # make branches of what these have pruned
         known = kv.match(self.prompt_tokens, namespace)
         self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
         self.num_known = 0 if known is None else known.end
@@ -86,14 +89,27 @@ class BranchTree:
 
     def branches(self) -> Iterator[Branch]:
         """Yield every branch there ever was, parents first, the pruned ones too."""
+        self.settle()
         stack = [self.root]
         while stack:
             branch = stack.pop()
             yield branch
             stack.extend(reversed(branch.all_children))
 
+    def settle(self) -> None:
+        """Make branches of all that has been decoded, as somebody may look at them now."""
+        while self.unsettled:
+            settle, _ = self.unsettled.popitem()
+            settle()
+
+    def unfold(self) -> None:
+        """Make branches of what operations have pruned as well."""
+        while self.fallen:
+            self.fallen.pop()()
+
     def close(self) -> None:
         """End the request: every branch lets go of its keys, which stay behind as cached prefixes."""
+        self.settle()
         self.let_go(list(self.alive), "closed", sys.maxsize)
 
     def let_go(self, branches: Iterable[Branch], state: str, keep: int) -> None:
@@ -141,6 +157,10 @@ class Branch:
         place, so that the last of them goes on where the branch ended; see `end`.
     num_heirs : int
         Live forks of its end.
+    num_forks : int
+        Forks that it has ever had, but for scratch ones.
+    known_children : list of Branch
+        These forks in order, perhaps without some that were pruned; see `all_children`.
     """
 
     def __init__(self, tree: BranchTree, parent: Branch | None, start: int, ordinal: int | None) -> None:
@@ -154,7 +174,8 @@ class Branch:
         self.logprobs: list[float | None] = []
         self.candidates: list[Candidates | None] = []
         self.logprob = 0.0
-        self.all_children: list[Branch] = []
+        self.known_children: list[Branch] = []
+        self.num_forks = 0
         self.num_children = 0  # of which were not pruned
         self.state: str = "live"
         self.finish_reason: FinishReason | None = None
@@ -163,6 +184,7 @@ class Branch:
         self.conversations: list[Conversation] = []  # as it was after each `message`
         self.score: float | None = None
         self.note: Any = None
+        self._key: int | None = None
         tree.alive[self] = None
 
     # ------------------------------------------------------------------ what a program does with it
@@ -193,23 +215,13 @@ class Branch:
         owner = self
         while owner.parent is not None and at <= owner.start and (owner is not self or at < self.start):
             owner = owner.parent
-        new = []
-        for _ in range(n):
-            child = self._child(owner, at, len(owner.all_children))
-            owner.all_children.append(child)
-            owner.num_children += 1
-            new.append(child)
-        if new and at == owner.num_tokens:
-            owner.num_heirs += n
-            if owner.tip is not None:
-                owner.tip.holders -= 1
-                owner.tip = None
-        return new
+        ordinals = range(owner.num_forks, owner.num_forks + n)
+        return owner.branch_off(at, ordinals, n, self._carrier())
 
     def scratch(self) -> Branch:
         """Fork a branch that no drawing shows and that leaves the seeds of later forks alone."""
         self.require_alive()
-        return self._child(self, self.num_tokens, None)
+        return self._child(self, self.num_tokens, None, self._carrier())
 
     def append(self, text: str | Sequence[int]) -> Branch:
         """Put text, tokenised on its own, or token ids at the end of the path; returns the branch itself.
@@ -307,9 +319,15 @@ class Branch:
         return self.finish_reason is not None
 
     @property
+    def all_children(self) -> list[Branch]:
+        """Forks of this branch in order, the pruned ones too."""
+        self.tree.unfold()
+        return self.known_children
+
+    @property
     def children(self) -> list[Branch]:
         """Forks of this branch that were not pruned."""
-        return [child for child in self.all_children if not child.pruned]
+        return [child for child in self.known_children if not child.pruned]
 
     @property
     def num_tokens(self) -> int:
@@ -351,7 +369,14 @@ class Branch:
     @property
     def key(self) -> int:
         """Key of the branch's random stream: follows from the request's seed and the branch's path alone."""
-        return row_key(self.tree.seed, self.path)
+        if self._key is not None:
+            return self._key
+        key = row_key(self.tree.seed, ())
+        for branch in self.lineage():
+            if branch._key is None:
+                branch._key = key if branch.ordinal is None else child_key(key, branch.ordinal)
+            key = branch._key
+        return key
 
     def lineage(self) -> list[Branch]:
         """Return the branches from the root down to this one."""
@@ -417,7 +442,24 @@ class Branch:
         self.candidates += candidates
         for logprob in logprobs:
             if logprob is not None:
+                self.tree.num_decoded += 1
                 self.logprob += logprob
+
+    def branch_off(self, at: int, ordinals: Iterable[int], count: int, carrier: Node) -> list[Branch]:
+        """Fork `count` times after the first `at` tokens of the path, and return those forks that have `ordinals`.
+
+        `carrier` is a node that the path leads to or through, with these tokens.
+        """
+        new = [self._child(self, at, ordinal, carrier) for ordinal in ordinals]
+        self.known_children += new
+        self.num_children += len(new)
+        self.num_forks += count
+        if new and at == self.num_tokens:
+            self.num_heirs += len(new)
+            if self.tip is not None:
+                self.tip.holders -= 1
+                self.tip = None
+        return new
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` at the end of the path."""
@@ -442,13 +484,13 @@ class Branch:
         """Return a node that a live branch holds, in which the path ends or goes on."""
         branch = self
         while branch.tip is None:
-            branch = next(child for child in reversed(branch.all_children) if child.alive and child._is_heir)
+            branch = next(child for child in reversed(branch.known_children) if child.alive and child._is_heir)
         return branch.tip
 
-    def _child(self, owner: Branch, at: int, ordinal: int | None) -> Branch:
+    def _child(self, owner: Branch, at: int, ordinal: int | None, carrier: Node) -> Branch:
         child = Branch(self.tree, owner, at, ordinal)
         kv = self.tree.kv
-        child.tip = kv.hold(kv.prefix(self._carrier(), at))
+        child.tip = kv.hold(kv.prefix(carrier, at))
         lost = owner.logprobs[at - owner.start :]
         child.logprob = owner.logprob - sum(logprob for logprob in lost if logprob is not None)
         return child
@@ -458,13 +500,26 @@ class Branch:
         return min([len(self.tree.prompt_tokens), *(branch.start for branch in line[1:2])])
 
     def _descendants(self) -> list[Branch]:
-        """Return the branches below, children before parents."""
-        below, stack = [], list(self.all_children)
+        """Return the branches below that are known, children before parents."""
+        below, stack = [], list(self.known_children)
         while stack:
             branch = stack.pop()
             below.append(branch)
-            stack.extend(branch.all_children)
+            stack.extend(branch.known_children)
         return below[::-1]
+
+
+def paths_of(branches: Iterable[Branch]) -> dict[Branch, tuple[int, ...]]:
+    """Return the path of each of many branches that have their ancestors in common."""
+    paths: dict[Branch, tuple[int, ...]] = {}
+    for branch in branches:
+        above = [branch]
+        while above[-1] not in paths and above[-1].parent is not None:
+            above.append(above[-1].parent)
+        path = paths.setdefault(above[-1], above[-1].path)
+        for each in above[-2::-1]:
+            path = paths[each] = path if each.ordinal is None else (*path, each.ordinal)
+    return paths
 
 
 def keep(branches: Sequence[Branch], values: Sequence[float], k: int) -> list[Branch]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from treewise.replay import Schedule, Span
 from treewise.sampler import SamplingRow, sample
 from treewise.text import Detokenizer
 
+Numbers = TypeVar("Numbers", float, NDArray[np.float64])
+
 
 class Rows(NamedTuple):
     """The next frontier: row ``i`` continues live leaf ``parent[i]`` with ``token[i]``.
@@ -28,8 +31,8 @@ class Rows(NamedTuple):
     parent: Sequence[int] | NDArray[Any] | Tensor  # [rows]
     token: Sequence[int] | NDArray[Any] | Tensor  # [rows]
 
-    def pairs(self, num_leaves: int, vocab_size: int) -> list[tuple[int, int]]:
-        """Return the rows as ``(parent, token)`` pairs.
+    def arrays(self, num_leaves: int, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return parents and tokens, each int64 [rows].
 
         Raises
         ------
@@ -37,15 +40,15 @@ class Rows(NamedTuple):
             A parent is not a live leaf, a token is not in the vocabulary, or the two lists differ in length.
         """
         parents, tokens = (
-            values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values) for values in self
+            np.asarray(values.cpu() if isinstance(values, Tensor) else values, np.int64) for values in self
         )
         if len(parents) != len(tokens):
             raise ValueError(f"Rows: parent and token must be equally long, not {len(parents)} and {len(tokens)}")
         for name, values, size in (("parent", parents, num_leaves), ("token", tokens, vocab_size)):
-            for value in values:
-                if not 0 <= value < size:
-                    raise ValueError(f"Rows.{name} must be in [0, {size - 1}], not {value}")
-        return list(zip(parents, tokens, strict=True))
+            wrong = values[(values < 0) | (values >= size)]
+            if len(wrong):
+                raise ValueError(f"Rows.{name} must be in [0, {size - 1}], not {wrong[0]}")
+        return parents, tokens
 
 
 @dataclass
@@ -86,29 +89,95 @@ class Leaf:
     constraint: Constraint | None = None
 
 
+class Leaves(Sequence[Leaf]):
+    """Leaves, the numbers of all in arrays.
+
+    The leaves themselves are made when one of them is asked for. That takes its time where there are thousands, so a
+    controller of wide trees reads the arrays.
+
+    Parameters
+    ----------
+    make : callable
+        Returns the leaves.
+    logprob, num_tokens, room
+        See `Leaf`, each [leaves] of float64; `room` is infinite where there is no such end.
+
+    Examples
+    --------
+    >>> Leaves.of([Leaf(logprob=-1.5), Leaf(logprob=-0.5, room=3)]).room
+    array([inf,  3.])
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], list[Leaf]],
+        logprob: NDArray[np.float64],
+        num_tokens: NDArray[np.float64],
+        room: NDArray[np.float64],
+    ) -> None:
+        self.logprob = logprob
+        self.num_tokens = num_tokens
+        self.room = room
+        self._make = make
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf]) -> Leaves:
+        """Return leaves that are there already."""
+        columns = [(leaf.logprob, leaf.num_tokens, math.inf if leaf.room is None else leaf.room) for leaf in leaves]
+        return cls(lambda: list(leaves), *np.array(columns, np.float64).reshape(-1, 3).T)
+
+    @cached_property
+    def made(self) -> list[Leaf]:
+        """The leaves themselves."""
+        return self._make()
+
+    @property
+    def seen(self) -> bool:
+        """Whether a leaf has been asked for."""
+        return "made" in vars(self)
+
+    def __len__(self) -> int:
+        return len(self.logprob)
+
+    @overload
+    def __getitem__(self, place: int) -> Leaf: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Leaf]: ...
+
+    def __getitem__(self, place: int | slice) -> Leaf | list[Leaf]:
+        return self.made[place]
+
+
 @dataclass
 class TreeView:
     """One operation's tree as a controller sees it.
 
     Attributes
     ----------
-    leaves : list of Leaf
-        Live leaves, in the order of the rows that made them.
+    leaves : Leaves
+        Live leaves, in the order of the rows that made them; or any sequence of `Leaf` to make these of.
     logits : Tensor [leaves, vocab] float32
         Raw logits of each live leaf's next token; ``-inf`` where a grammar does not let it come.
     depth : int
         Tokens decoded by this operation on the path of each live leaf.
-    finished : list of Leaf
-        Leaves that ended in this operation, in the order in which they ended.
+    finished : Leaves
+        Leaves that ended in this operation, in the order in which they ended; or what these are made of.
     eos_token_ids : frozenset of int
         The model's own end-of-text ids.
     """
 
-    leaves: list[Leaf]
+    leaves: Sequence[Leaf]
     logits: Tensor
     depth: int = 0
-    finished: list[Leaf] = field(default_factory=list)
+    finished: Sequence[Leaf] = ()
     eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Bring leaves in the form in which controllers get them."""
+        for name in ("leaves", "finished"):
+            given = getattr(self, name)
+            setattr(self, name, given if isinstance(given, Leaves) else Leaves.of(given))
 
     @property
     def num_finished(self) -> int:
@@ -190,24 +259,32 @@ class Greedy(Drawing):
         return Rows(range(len(tree.leaves)), tree.logits.argmax(dim=-1))
 
 
-class Candidate(NamedTuple):
-    """A token that may continue a beam.
+class Hypotheses(NamedTuple):
+    """Beams that go on with a token each, in arrays.
 
     Attributes
     ----------
-    parent : int
-        The live leaf that it continues.
-    token : int
-    total : float
-        Summed log-prob, this token included.
-    score : float
-        The length-penalised total.
+    parent : int64 [hypotheses]
+        The live leaves that they continue.
+    token : int64 [hypotheses]
+    total : float64 [hypotheses]
+        Summed log-probs, this token included.
+    score : float64 [hypotheses]
+        The length-penalised totals.
     """
 
-    parent: int
-    token: int
-    total: float
-    score: float
+    parent: NDArray[np.int64]
+    token: NDArray[np.int64]
+    total: NDArray[np.float64]
+    score: NDArray[np.float64]
+
+    def take(self, which: NDArray[Any]) -> Hypotheses:
+        """Return some of them, by a mask or by places."""
+        return Hypotheses(self.parent[which], self.token[which], self.total[which], self.score[which])
+
+    def and_then(self, others: Hypotheses) -> Hypotheses:
+        """Return these and then others."""
+        return Hypotheses(*(np.concatenate(columns) for columns in zip(self, others, strict=True)))
 
 
 class Selection(NamedTuple):
@@ -215,15 +292,14 @@ class Selection(NamedTuple):
 
     Attributes
     ----------
-    beams : list of Candidate
-        The best candidates whose token does not end the text, the best first, whether or not they are worth going on
-        with.
-    rows : list of Candidate
-        What the tree goes on with: hypotheses that end now and are among the best, then the next beams.
+    beams : Hypotheses
+        The best whose token does not end the text, the best first, whether or not they are worth going on with.
+    rows : Hypotheses
+        What the tree goes on with: those that end now and are among the best, then the next beams.
     """
 
-    beams: list[Candidate]
-    rows: list[Candidate]
+    beams: Hypotheses
+    rows: Hypotheses
 
 
 class BeamSearch:
@@ -247,83 +323,87 @@ class BeamSearch:
         self.params = params
         self.stopping = params.stopping
 
-    def score(self, logprob: float, num_tokens: float) -> float:
-        """Length-penalised score of a hypothesis, by which finished ones are ranked.
+    def score(self, logprob: Numbers, num_tokens: Numbers) -> Numbers:
+        """Length-penalised scores of hypotheses, by which finished ones are ranked.
 
         Parameters
         ----------
-        logprob : float
+        logprob : float, or array of them
             Summed over the tokens that the search decoded.
-        num_tokens : float
+        num_tokens : float, or array of them
             How many those are, an end-of-text token included.
         """
-        return logprob / math.pow(max(num_tokens, 1), self.params.length_penalty)
+        penalised: Numbers = logprob / np.maximum(num_tokens, 1.0) ** self.params.length_penalty
+        return penalised
 
     def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
         """Choose the next beams, and the hypotheses that end with this token and are among the best."""
         rows = self.select(tree, logprobs).rows
-        return Rows([row.parent for row in rows], [row.token for row in rows])
+        return Rows(rows.parent, rows.token)
 
     def select(self, tree: TreeView, logprobs: Tensor) -> Selection:
         """Choose what `step` returns as rows, and tell the beams apart; the arguments are those of `step`."""
+        leaves, finished = cast(Leaves, tree.leaves), cast(Leaves, tree.finished)
         width = self.params.beam_width
         end_token_ids = self.stopping.end_token_ids(tree.eos_token_ids)
         totals = self._totals(tree, logprobs, end_token_ids)
-        num_candidates = min(max(2, 1 + len(end_token_ids)) * width, totals.numel())
-        best = totals.flatten().topk(num_candidates)
+        best = totals.flatten().topk(min(max(2, 1 + len(end_token_ids)) * width, totals.numel()))
+        total = best.values.cpu().numpy().astype(np.float64)
+        parent, token = np.divmod(best.indices.cpu().numpy(), totals.shape[1])
+        found = Hypotheses(parent, token, total, self.score(total, leaves.num_tokens[parent] + 1))
+        found = found.take(total > -math.inf)
 
-        beams: list[Candidate] = []
-        ending: list[Candidate] = []
-        for total, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            if total == -math.inf or len(beams) == width:
-                break
-            parent, token = divmod(place, totals.shape[1])
-            leaf = tree.leaves[parent]
-            candidate = Candidate(parent, token, total, self.score(total, leaf.num_tokens + 1))
-            if not self._ends(leaf, token, end_token_ids):
-                beams.append(candidate)
-            elif len(beams) + len(ending) < width:
-                ending.append(candidate)
-
-        going = [beam for beam in beams if tree.leaves[beam.parent].room != 1]
-        ending += [beam for beam in beams if tree.leaves[beam.parent].room == 1]
-        scores = [self.score(leaf.logprob, leaf.num_tokens) for leaf in tree.finished]
-        scores = sorted(scores + [candidate.score for candidate in ending], reverse=True)
-        bar = scores[width - 1] if len(scores) >= width else -math.inf
-        rows = [candidate for candidate in ending if candidate.score >= bar]
-        if going and self._can_improve(tree.leaves[going[0].parent], going[0], bar):
-            rows += going
+        ends = self._ends(tree, found, end_token_ids)
+        beams = found.take(np.flatnonzero(~ends)[:width])
+        ending = found.take(np.flatnonzero(ends[:width]))
+        full = leaves.room[beams.parent] == 1
+        going = beams.take(~full)
+        ending = ending.and_then(beams.take(full))
+        scores = np.append(self.score(finished.logprob, finished.num_tokens), ending.score)
+        bar = -np.partition(-scores, width - 1)[width - 1] if len(scores) >= width else -math.inf
+        rows = ending.take(ending.score >= bar)
+        if len(going.parent) and self._can_improve(leaves, going, float(bar)):
+            rows = rows.and_then(going)
         return Selection(beams, rows)
 
     def _totals(self, tree: TreeView, logprobs: Tensor, end_token_ids: frozenset[int]) -> Tensor:
         """Log-probs of all candidates [leaves, vocab]; those that must not be are ``-inf``."""
-        totals = logprobs + torch.tensor([[leaf.logprob] for leaf in tree.leaves], device=logprobs.device)
-        seen: set[tuple[int, ...]] = set()
-        for i, leaf in enumerate(tree.leaves):
-            if leaf.num_tokens < self.params.min_tokens and leaf.constraint is None:
-                totals[i, sorted(end_token_ids)] = -math.inf
-            if tree.depth == 0:  # branches that were forked and not yet continued would give the same hypotheses twice
+        leaves = cast(Leaves, tree.leaves)
+        totals = logprobs + torch.from_numpy(leaves.logprob.astype(np.float32))[:, None].to(logprobs.device)
+        if self.stopping.grammar is None and (leaves.num_tokens < self.params.min_tokens).any():
+            short = np.flatnonzero(leaves.num_tokens < self.params.min_tokens)
+            totals[short[:, None], sorted(end_token_ids)] = -math.inf
+        if tree.depth == 0 and len(leaves) > 1:
+            # Branches that were forked and not yet continued would give the same hypotheses twice.
+            seen: set[tuple[int, ...]] = set()
+            for i, leaf in enumerate(leaves):
                 text = (*leaf.prompt_tokens, *leaf.tokens)
                 if text in seen:
                     totals[i] = -math.inf
                 seen.add(text)
         return totals
 
-    def _ends(self, leaf: Leaf, token: int, end_token_ids: frozenset[int]) -> bool:
-        if token in end_token_ids or (leaf.constraint is not None and leaf.constraint.completes(token)):
-            return True
-        return bool(self.stopping.stop) and leaf.detokenizer is not None and leaf.detokenizer.completes(token)
+    def _ends(self, tree: TreeView, found: Hypotheses, end_token_ids: frozenset[int]) -> NDArray[np.bool_]:
+        """Whether each hypothesis ends with its token."""
+        ends = np.isin(found.token, list(end_token_ids))
+        if self.stopping.stop or self.stopping.grammar is not None:
+            for i in np.flatnonzero(~ends).tolist():
+                leaf, token = tree.leaves[found.parent[i]], int(found.token[i])
+                texts = (leaf.constraint, leaf.detokenizer)
+                ends[i] = any(text is not None and text.completes(token) for text in texts)
+        return ends
 
-    def _can_improve(self, leaf: Leaf, beam: Candidate, bar: float) -> bool:
-        """Whether the best beam, which continues `leaf`, may yet pass `bar`, the worst of a full set of hypotheses."""
+    def _can_improve(self, leaves: Leaves, going: Hypotheses, bar: float) -> bool:
+        """Whether the first of `going` may yet pass `bar`, the worst of a full set of hypotheses."""
         if bar == -math.inf:
             return True
         if self.params.early_stopping is True:
             return False
-        length: float = leaf.num_tokens + 1
+        num_tokens, room = (float(column[going.parent[0]]) for column in (leaves.num_tokens, leaves.room))
+        length = num_tokens + 1
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
-            length = math.inf if leaf.room is None else leaf.num_tokens + leaf.room
-        return self.score(beam.total, length) > bar
+            length = num_tokens + room
+        return self.score(float(going.total[0]), length) > bar
 
 
 class Replay:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count, islice
 from time import perf_counter
 from typing import Any, cast
 
@@ -20,12 +20,13 @@ from treewise.budgets import Budget, Limit
 from treewise.config import check_integer
 from treewise.graphs import Plans
 from treewise.kv import KVManager
-from treewise.operations import DecodeRun, Event, InvalidLogits, Limits, ObserveRun, Run, Task, draw
+from treewise.operations import DecodeRun, Gain, InvalidLogits, Limits, ObserveRun, Run, Task, draw
 from treewise.results import Usage
 from treewise.runner import Runner
 from treewise.sampler import row_key
-from treewise.scheduler import Delivery, PoolTooSmall, Scheduler
+from treewise.scheduler import Crowded, Delivery, Lane, PoolTooSmall, Scheduler
 from treewise.streams import Piece
+from treewise.thicket import Thicket
 
 Program = Callable[[Branch], Coroutine[Any, Any, Any]]
 
@@ -59,9 +60,7 @@ class Request:
         given = len(self.tree.prompt_tokens)
         return Usage(
             prompt_tokens=given,
-            completion_tokens=sum(
-                sum(logprob is not None for logprob in branch.logprobs) for branch in self.tree.branches()
-            ),
+            completion_tokens=self.tree.num_decoded,
             steps=self.steps,
             rows=self.rows,
             kv_bytes_read=self.kv_bytes_read,
@@ -174,13 +173,13 @@ class Engine:
             self._forget([task.lineage() for task in self._waiting() if task.tree is request.tree])
             self._finish(request, None, RuntimeError("the request was aborted"))
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[Gain]:
         """Run the programs up to their next operations, and one forward for everything they wait for.
 
         Returns
         -------
-        list of Event
-            The text that branches gained.
+        list of Gain
+            What branches gained.
 
         Raises
         ------
@@ -196,11 +195,10 @@ class Engine:
             while self._aborted:
                 self.abort(self._aborted.pop())
 
-    def _step(self) -> list[Event]:
+    def _step(self) -> list[Gain]:
         self._run_programs()
-        waiting = {lane: run for run in self.runs for lane in run.lanes()}
         try:
-            batch, deliveries = self.scheduler.next_batch(list(waiting), list(self.requests))
+            batch, deliveries, waiting = self._next_batch()
         except PoolTooSmall as error:
             self._fail(cast(BranchTree, error.tenant), error)
             return []
@@ -210,6 +208,7 @@ class Engine:
                 logits = self.runner.forward(batch, plans, self.kv)
             except BaseException:
                 # Nobody knows which keys were written or moved: all are computed again, should anybody step on.
+                self._settle_all()
                 self.kv.clear_cache()
                 self.kv.preempt([tip for tree in self.requests for tip in tree.tips()])
                 raise
@@ -221,6 +220,19 @@ class Engine:
             patience = [left for task in self._calls.values() if (left := task.seconds_left()) is not None]
             wait(self._calls, min(patience, default=None), FIRST_COMPLETED)
         return self._advance()
+
+    def _next_batch(self) -> tuple[Batch, list[Delivery], dict[Lane | Thicket, Run]]:
+        """Return the rows of the step, who gets which logits, and who waits for any."""
+        waiting = {lane: run for run in self.runs for lane in run.lanes()}
+        try:
+            return *self.scheduler.next_batch(list(waiting), list(self.requests)), waiting
+        except Crowded:
+            self._settle_all()
+            return self._next_batch()
+
+    def _settle_all(self) -> None:
+        for tree in self.requests:
+            tree.settle()
 
     def check_integrity(self) -> None:
         """Verify the forest and the pool; when nothing runs, that nobody holds anything either.
@@ -244,6 +256,7 @@ class Engine:
             self._ready.append((self._calls.pop(future), None if error else future.result(), error))
         while self._ready:
             task, value, error = self._ready.popleft()
+            task.tree.settle()
             operation = task.resume(value, error)
             if operation is not None:
                 try:
@@ -348,16 +361,16 @@ class Engine:
         except Exception as error:
             self._fail(run.task.tree, error)
 
-    def _advance(self) -> list[Event]:
+    def _advance(self) -> list[Gain]:
         """Let every run that has the logits for it take its step."""
-        events: list[Event] = []
+        gains: list[Gain] = []
         ready = [run for run in self.runs if run.ready()]
         draw([run for run in ready if isinstance(run, DecodeRun)], self.limits.eos_token_ids)
         for run in ready:
             try:
                 gained = run.advance()
-                run.task.charge(len(gained))
-                events += gained
+                run.task.charge(gained.num_tokens)
+                gains.append(gained)
             except InvalidLogits as error:
                 self._fail(run.task.tree, error)
             except Exception as error:  # a controller is the user's code: its program hears of it, nobody else does
@@ -365,7 +378,7 @@ class Engine:
                 self._ready.append((run.task, None, error))
         self.runs = [run for run in self.runs if not self._settle(run)]
         self._enforce_budgets()
-        return events
+        return gains
 
     def _settle(self, run: Run) -> bool:
         """Give its result to the program if `run` is over; whether it is."""
@@ -390,6 +403,7 @@ class Engine:
             request.steps += 1
             request.rows += number
             request.kv_bytes_read += round(bytes_read * number / batch.num_rows)
-        alone = self.runner.kv_bytes_of_paths([lane.wanted for lane, *_ in deliveries])
-        for (lane, *_), number in zip(deliveries, alone, strict=True):
-            self.requests[cast(BranchTree, lane.tenant)].kv_bytes_per_sequence += number
+        lengths = [lane.lengths(start, len(places)) for lane, start, places in deliveries]
+        alone = iter(self.runner.kv_bytes_of_paths(list(chain.from_iterable(lengths))))
+        for (lane, *_), own in zip(deliveries, lengths, strict=True):
+            self.requests[cast(BranchTree, lane.tenant)].kv_bytes_per_sequence += sum(islice(alone, len(own)))

@@ -436,9 +436,9 @@ class LLM:
 
     def _step(self) -> None:
         """Step for whoever asks; what streams gain by it is kept for them."""
-        for event in self.engine.step():
-            if event.branch.tree in self._streams and event.text:
-                self._streams[event.branch.tree].append((event.branch, event.text))
+        for gain in self.engine.step():
+            if gain.tree in self._streams:
+                self._streams[gain.tree].extend((event.branch, event.text) for event in gain.events() if event.text)
 
     def _collect(
         self,

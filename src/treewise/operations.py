@@ -8,21 +8,26 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.awaitables import Decode, Observe, Operation, name_of
-from treewise.branch import Branch, BranchTree
+from treewise.branch import Branch, BranchTree, paths_of
 from treewise.budgets import Budget, Cancelled
 from treewise.choices import Choice, choose
 from treewise.config import SamplingParams
 from treewise.constraint import Constraint, Lexicon
-from treewise.controller import Drawing, Leaf, TreeView
+from treewise.controller import Drawing, Leaf, Leaves, TreeView
+from treewise.kv import OutOfSlots
 from treewise.sampler import Candidates, SamplingRow, grammar_biases, invalid_rows, log_probs, ranked
 from treewise.scheduler import Lane
+from treewise.settling import settle
 from treewise.text import Detokenizer
+from treewise.thicket import Ints, Thicket
 
 
 class InvalidLogits(RuntimeError):
@@ -64,6 +69,17 @@ class Event:
     def text(self) -> str:
         """What the branch's text gained since the last event that was asked, and no later token can take back."""
         return self._detokenizer.delta()
+
+
+class Gain(NamedTuple):
+    """What the branches of `tree` gained in a step: `num_tokens` tokens; `events` says which branches, and what text.
+
+    NOTE: `events` is to be called before the next step.
+    """
+
+    tree: BranchTree
+    num_tokens: int
+    events: Callable[[], list[Event]]
 
 
 class Task:
@@ -172,13 +188,13 @@ class Run(Protocol):
 
     task: Task
 
-    def lanes(self) -> list[Lane]:
+    def lanes(self) -> list[Lane | Thicket]:
         """Return the paths whose logits are still awaited."""
 
     def ready(self) -> bool:
         """Whether the run can advance."""
 
-    def deliver(self, lane: Lane, start: int, logits: Tensor, places: list[int]) -> None:
+    def deliver(self, lane: Lane | Thicket, start: int, logits: Tensor, places: Sequence[int]) -> None:
         """Take the logits at positions ``start``, … of a lane: rows `places` of float32 [rows, vocabulary].
 
         Raises
@@ -186,7 +202,7 @@ class Run(Protocol):
         InvalidLogits
         """
 
-    def advance(self) -> list[Event]:
+    def advance(self) -> Gain:
         """Take the step that the delivered logits allow.
 
         Raises
@@ -205,7 +221,6 @@ class _Track:
     place: int  # which of the operation's branches it descends from
     logprob: float  # of its path where the operation began
     limit: int  # length of the path at which it is full
-    key: int  # of its random stream
     text: Detokenizer
     constraint: Constraint | None
     num_decoded: int = 0  # in this operation
@@ -213,6 +228,10 @@ class _Track:
 
 class DecodeRun:
     """Decodes leaves token by token under a controller.
+
+    As long as a step concerns no leaf by itself, what it decodes is kept in a `Thicket`: where the controller reads
+    the numbers of `TreeView.leaves` only, and no text is looked at to see whether a leaf ends. It is made into branches
+    as soon as somebody may see them, see `settle`.
 
     Parameters
     ----------
@@ -236,6 +255,9 @@ class DecodeRun:
         self._lanes: dict[Lane, Branch] = {}
         self._logits: dict[Branch, tuple[Tensor, int]] = {}
         self._drawn: dict[Branch, Choice] = {}
+        self._thicket: Thicket | None = None  # below `leaves`
+        self._parts: list[Tensor] = []  # the logits of its rows, as far as they are there
+        self._gained: list[Branch] = []  # in the last step
         stopping = self.stopping
         stopping.check_vocabulary(limits.vocab_size)
         constraint = None if stopping.grammar is None else limits.lexicon.start(stopping.grammar)
@@ -248,14 +270,16 @@ class DecodeRun:
                 branch.tree.codec, stopping.stop, stopping.include_stop_str_in_output, stopping.min_tokens
             )
             own = None if constraint is None else constraint.fork()
-            self.tracks[branch] = _Track(i, branch.logprob, limit, branch.key, text, own)
+            self.tracks[branch] = _Track(i, branch.logprob, limit, text, own)
             if length >= limit:
                 branch.finish_reason = "length"
             self._file(branch)
         self._await_logits()
 
-    def lanes(self) -> list[Lane]:
+    def lanes(self) -> list[Lane | Thicket]:
         """See `Run.lanes`."""
+        if self._thicket is not None:
+            return [] if self._thicket.done else [self._thicket]
         return [lane for lane, leaf in self._lanes.items() if leaf.alive and not lane.done]
 
     def ready(self) -> bool:
@@ -266,9 +290,12 @@ class DecodeRun:
         """
         return (self.drawing is not None and bool(self._logits)) or not self.lanes()
 
-    def deliver(self, lane: Lane, start: int, logits: Tensor, places: list[int]) -> None:
+    def deliver(self, lane: Lane | Thicket, start: int, logits: Tensor, places: Sequence[int]) -> None:
         """See `Run.deliver`."""
-        self._logits[self._lanes[lane]] = logits, places[0]
+        if isinstance(lane, Thicket):
+            self._parts.append(logits[places[0] : places[-1] + 1])
+        else:
+            self._logits[self._lanes[lane]] = logits, places[0]
 
     @property
     def drawing(self) -> SamplingParams | None:
@@ -286,7 +313,7 @@ class DecodeRun:
         track, penalised = self.tracks[leaf], params.has_penalties
         return SamplingRow(
             params,
-            track.key,
+            leaf.key,
             leaf.num_tokens,
             track.num_decoded,
             leaf.tree.prompt_tokens if penalised else (),
@@ -298,53 +325,70 @@ class DecodeRun:
         """Take what was drawn for `draws`, for `advance` to continue the leaves with."""
         self._drawn = dict(zip(self._served(), choices, strict=True))
 
-    def advance(self) -> list[Event]:
+    def advance(self) -> Gain:
         """See `Run.advance`."""
-        for lane, leaf in self._lanes.items():
-            if leaf.alive and leaf.num_tokens != lane.end:
-                raise ValueError(
-                    f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
-                )
+        self._gained = []
+        if self._thicket is None:
+            for lane, leaf in self._lanes.items():
+                if leaf.alive and leaf.num_tokens != lane.end:
+                    raise ValueError(
+                        f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
+                    )
+            if not self._served():
+                self._await_logits()
+                return self._gain(0)
+        return self._choose() if self.drawing is None else self._draw()
+
+    def _draw(self) -> Gain:
+        """Continue the leaves with what was drawn for them."""
         leaves = self._served()
-        if not leaves:
-            self._await_logits()
-            return []
-        places = [self._logits[leaf] for leaf in leaves]
-        if self.drawing is not None:
-            drawn = [self._drawn[leaf] for leaf in leaves]
-            if not all(choice.valid for choice in drawn):
-                raise InvalidLogits
-            tokens, parents = [choice.token for choice in drawn], list(range(len(drawn)))
-            asks = self.stopping.logprobs is not None
-            logprobs = log_probs(gather_rows(places)) if asks else None
-            return self._commit(leaves, parents, tokens, [choice.logprob for choice in drawn], logprobs)
-        logits = gather_rows(places)
+        drawn = [self._drawn[leaf] for leaf in leaves]
+        if not all(choice.valid for choice in drawn):
+            raise InvalidLogits
+        tokens, parents = [choice.token for choice in drawn], list(range(len(drawn)))
+        asks = self.stopping.logprobs is not None
+        logprobs = log_probs(gather_rows([self._logits[leaf] for leaf in leaves])) if asks else None
+        return self._commit(leaves, parents, tokens, [choice.logprob for choice in drawn], logprobs)
+
+    def _choose(self) -> Gain:
+        """Continue the leaves as the controller says."""
+        if self._thicket is None:
+            logits = gather_rows([self._logits[leaf] for leaf in self._served()])
+        else:
+            logits = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
         if invalid_rows(logits).any():
             raise InvalidLogits
         logprobs = log_probs(logits)
-        bias = self._grammar_bias(leaves, logits.device)
+        bias = self._grammar_bias(logits.device)
+        leaves, finished = self._leaves()
         view = TreeView(
-            leaves=[self._leaf(leaf) for leaf in leaves],
+            leaves=leaves,
             logits=logits if bias is None else logits + bias,
             depth=self.depth,
-            finished=[self._leaf(leaf) for leaf in self.finished],
+            finished=finished,
             eos_token_ids=self.limits.eos_token_ids,
         )
         rows = self.controller.step(view, logprobs if bias is None else logprobs + bias)
         if rows is None:
             self.stopped = True
-            return []
+            return self._gain(0)
         try:
-            pairs = rows.pairs(*logprobs.shape)
+            parents, tokens = rows.arrays(*logprobs.shape)
         except ValueError as error:
             raise ValueError(f"{type(self.controller).__name__}: {error}") from None
-        parents, tokens = [parent for parent, _ in pairs], [token for _, token in pairs]
-        return self._commit(leaves, parents, tokens, logprobs[parents, tokens].tolist(), logprobs)
+        chosen = logprobs[torch.from_numpy(parents), torch.from_numpy(tokens)]
+        stopping = self.stopping
+        reads = bool(stopping.stop) or stopping.grammar is not None or stopping.logprobs is not None
+        if reads or leaves.seen or finished.seen or not (self._thicket or self._plant()):
+            self.settle()
+            return self._commit(self._served(), parents.tolist(), tokens.tolist(), chosen.tolist(), logprobs)
+        return self._add(parents, tokens, chosen.double().cpu().numpy())
 
-    def _grammar_bias(self, leaves: list[Branch], device: torch.device) -> Tensor | None:
+    def _grammar_bias(self, device: torch.device) -> Tensor | None:
         """Return what keeps tokens that the grammar does not let come next from the controller."""
         if self.stopping.grammar is None:
             return None
+        leaves = self._served()
         rows = [self._row(leaf, self.stopping) for leaf in leaves]
         bias = grammar_biases(rows, self.limits.eos_token_ids, device)
         constraints = [constraint for leaf in leaves if (constraint := self.tracks[leaf].constraint) is not None]
@@ -354,10 +398,49 @@ class DecodeRun:
 
     def result(self) -> Any:
         """See `Run.result`."""
-        if self.leaves and not self.stopped:
+        going = self.leaves if self._thicket is None else self._thicket.rows
+        if len(going) and not self.stopped:
             return None
+        self.settle()
         leaves = [leaf for leaf in [*self.finished, *self.leaves] if leaf.alive]
-        return sorted(leaves, key=lambda leaf: (self.tracks[leaf].place, leaf.path))
+        paths = paths_of(leaves)
+        return sorted(leaves, key=lambda leaf: (self.tracks[leaf].place, paths[leaf]))
+
+    def settle(self) -> None:
+        """Make branches of what was decoded, as all but this may look at them from now on."""
+        thicket, self._thicket = self._thicket, None
+        if thicket is None:
+            return
+        self.task.tree.unsettled.pop(self.settle, None)
+        old = [self.tracks[leaf] for leaf in self.leaves]
+        rows, ended, fallen = settle(thicket, self.leaves, self.given, type(self.controller).__name__)
+        entries = np.concatenate([thicket.ended, thicket.rows])
+        lengths, bases = (column[entries] for column in (thicket.length, thicket.base))
+        texts = {base: old[base].text.fork() for base in set(bases.tolist())}
+        for leaf in self.leaves:
+            del self.tracks[leaf]
+        for branch, base, length, path in zip(
+            [*ended, *rows], bases.tolist(), lengths.tolist(), thicket.paths(entries), strict=True
+        ):
+            track, text = old[base], texts[base].fork()
+            text.push_all(path)
+            num_decoded = track.num_decoded + length - int(thicket.length[base])
+            self.tracks[branch] = replace(track, text=text, num_decoded=num_decoded)
+        for branch in ended:
+            self._end(branch, branch.tokens[-1])
+        self.finished += ended
+        self.leaves = rows
+        # One may be another's parent.
+        for leaf in sorted(fallen, key=lambda leaf: len(leaf.lineage()), reverse=True):
+            self._prune(leaf, fallen[leaf])
+        self._await_logits()
+        places = ((part, place) for part in self._parts for place in range(len(part)))
+        self._logits = dict(zip(rows, places, strict=False))
+        for lane, _ in zip(self._lanes, self._logits, strict=False):
+            lane.take(1)
+        self._parts = []
+        order = np.argsort(entries, kind="stable").tolist()
+        self._gained = [branch for i in order if (branch := [*ended, *rows][i])]
 
     def _commit(
         self,
@@ -366,26 +449,62 @@ class DecodeRun:
         tokens: list[int],
         chosen: list[float],
         logprobs: Tensor | None,
-    ) -> list[Event]:
+    ) -> Gain:
         """Extend, branch and prune the leaves `old` as the rows say; `chosen` are the tokens' log-probs."""
         self.depth += 1
         candidates: Sequence[Candidates | None] = [None] * len(tokens)
         if logprobs is not None and self.stopping.logprobs is not None and tokens:
             candidates = ranked(logprobs[parents], tokens, self.stopping.logprobs)
         waiting, self.leaves = [leaf for leaf in self.leaves if leaf not in self._logits], []
-        events = []
         for leaf, token, logprob, best in zip(self._branch(old, parents), tokens, chosen, candidates, strict=True):
             constraint = self.tracks[leaf].constraint
             if constraint is not None:
                 constraint.accept(token)
             leaf.grow((token,), (logprob,), (best,))
-            events.append(self._read(leaf, token))
+            self._read(leaf, token)
             self._file(leaf)
+            self._gained.append(leaf)
         if waiting:  # back in the old order: those that keep their keys are always the same
             unfinished = {*waiting, *self.leaves}
             self.leaves = [leaf for leaf in self.tracks if leaf in unfinished]
         self._await_logits()
-        return events
+        return self._gain(len(tokens))
+
+    def _add(self, parents: Ints, tokens: Ints, logprobs: NDArray[np.float64]) -> Gain:
+        """Let the thicket grow as the rows say; `logprobs` are the tokens' log-probs."""
+        self.depth += 1
+        thicket = cast(Thicket, self._thicket)
+        thicket.add(parents, tokens, logprobs, self.depth)
+        self._parts = []
+        ended = np.isin(tokens, list(self.stopping.end_token_ids(self.limits.eos_token_ids)))
+        full = thicket.length[thicket.rows] >= self._limits[thicket.base[thicket.rows]]
+        thicket.end(ended | full)
+        try:
+            thicket.reserve()
+        except OutOfSlots:
+            self.settle()
+        return self._gain(len(tokens))
+
+    def _plant(self) -> Thicket | None:
+        """Let a thicket grow below the leaves, if they have not lost keys since they got their logits."""
+        bases = [leaf.end() for leaf in self.leaves]
+        if any(node.computed < len(node.tokens) for node in bases):
+            return None
+        tracks = [self.tracks[leaf] for leaf in self.leaves]
+        totals = [leaf.logprob - track.logprob for leaf, track in zip(self.leaves, tracks, strict=True)]
+        self._thicket = Thicket(self.task.tree.kv, self.task.tree, bases, totals)
+        self._limits = np.array([track.limit for track in tracks])
+        self._decoded = np.array([track.num_decoded for track in tracks])
+        self._finished = self._columns(self.finished)
+        self.task.tree.unsettled[self.settle] = None
+        return self._thicket
+
+    def _gain(self, num_tokens: int) -> Gain:
+        return Gain(self.task.tree, num_tokens, self._events)
+
+    def _events(self) -> list[Event]:
+        self.settle()
+        return [Event(leaf, self.tracks[leaf].text) for leaf in self._gained]
 
     def _branch(self, old: list[Branch], parents: list[int]) -> list[Branch]:
         """Return the leaf for each row: its parent if it is the only row of it, else a fork; prune who has no row."""
@@ -399,29 +518,34 @@ class DecodeRun:
                 del self.tracks[leaf]
         dropped = [leaf for i, leaf in enumerate(old) if uses[i] == 0]
         for leaf in sorted(dropped, key=lambda leaf: len(leaf.lineage()), reverse=True):  # one may be another's parent
-            self._prune(leaf)
+            self._prune(leaf, self.depth)
         return grown
 
     def _fork(self, leaf: Branch) -> Branch:
         [child] = leaf.fork()
         track = self.tracks[leaf]
         constraint = None if track.constraint is None else track.constraint.fork()
-        self.tracks[child] = replace(track, key=child.key, text=track.text.fork(), constraint=constraint)
+        self.tracks[child] = replace(track, text=track.text.fork(), constraint=constraint)
         return child
 
-    def _prune(self, leaf: Branch) -> None:
+    def _prune(self, leaf: Branch, step: int) -> None:
         """Give up a leaf, and what this operation forked and leads nowhere any more; never what others go on from."""
         branch: Branch | None = leaf
         while branch is not None and not branch.num_children:
-            branch.prune(f"{type(self.controller).__name__} step {self.depth}")
+            branch.prune(f"{type(self.controller).__name__} step {step}")
             branch = None if branch in self.given or branch.parent in self.given else branch.parent
 
-    def _read(self, leaf: Branch, token: int) -> Event:
+    def _read(self, leaf: Branch, token: int) -> None:
         """Take the new token's text and see whether the branch ends with it."""
-        track, stopping = self.tracks[leaf], self.stopping
+        track = self.tracks[leaf]
         track.num_decoded += 1
+        track.text.push(token)
+        self._end(leaf, token)
+
+    def _end(self, leaf: Branch, token: int) -> None:
+        """See whether the branch ends with `token`, its last, whose text was taken."""
+        track, stopping = self.tracks[leaf], self.stopping
         text = track.text
-        text.push(token)
         if text.stopped is not None:
             leaf.finish_reason, leaf.stop_reason = "stop", text.stopped
         elif token in stopping.stop_token_ids:
@@ -434,9 +558,9 @@ class DecodeRun:
             leaf.finish_reason = "length"
         if leaf.finish_reason is not None:
             text.finish()
-            own = leaf.path_tokens[leaf.num_tokens - track.num_decoded :]
-            leaf.hidden_tail = len(leaf.decode(own)) - len(text.text)
-        return Event(leaf, text)
+            if text.stopped is not None:
+                own = leaf.path_tokens[leaf.num_tokens - track.num_decoded :]
+                leaf.hidden_tail = len(leaf.decode(own)) - len(text.text)
 
     def _file(self, leaf: Branch) -> None:
         """Put the leaf with those that go on or with those that have ended."""
@@ -446,6 +570,37 @@ class DecodeRun:
         """Return the leaves that have their logits."""
         self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
         return [leaf for leaf in self.leaves if leaf in self._logits]
+
+    def _leaves(self) -> tuple[Leaves, Leaves]:
+        """Return the live leaves and those that have ended, as a controller sees them."""
+
+        def live() -> list[Leaf]:
+            self.settle()
+            return [self._leaf(leaf) for leaf in self._served()]
+
+        def ended() -> list[Leaf]:
+            self.settle()
+            return [self._leaf(leaf) for leaf in self.finished]
+
+        if (thicket := self._thicket) is None:
+            return Leaves(live, *self._columns(self._served())), Leaves(ended, *self._columns(self.finished))
+
+        def columns(entries: Ints) -> NDArray[np.float64]:
+            base, length = thicket.base[entries], thicket.length[entries]
+            num_decoded = self._decoded[base] + length - thicket.length[base]
+            return np.stack([thicket.total[entries], num_decoded, self._limits[base] - length])
+
+        finished = np.concatenate([self._finished, columns(thicket.ended)], axis=1)
+        return Leaves(live, *columns(thicket.rows)), Leaves(ended, *finished)
+
+    def _columns(self, leaves: Sequence[Branch]) -> NDArray[np.float64]:
+        """Return the arrays of `Leaves`."""
+        tracks = [self.tracks[leaf] for leaf in leaves]
+        columns = [
+            (leaf.logprob - track.logprob, track.num_decoded, track.limit - leaf.num_tokens)
+            for leaf, track in zip(leaves, tracks, strict=True)
+        ]
+        return np.array(columns, np.float64).reshape(-1, 3).T
 
     def _await_logits(self) -> None:
         self._logits = {}
@@ -459,7 +614,7 @@ class DecodeRun:
             prompt_tokens=leaf.tree.prompt_tokens,
             path=leaf.path,
             num_tokens=track.num_decoded,
-            key=track.key,
+            key=leaf.key,
             room=track.limit - leaf.num_tokens,
             detokenizer=track.text,
             constraint=track.constraint,
@@ -497,7 +652,7 @@ class ObserveRun:
             for i, (branch, start) in enumerate(zip(operation.branches, operation.starts, strict=True))
         }
 
-    def lanes(self) -> list[Lane]:
+    def lanes(self) -> list[Lane | Thicket]:
         """See `Run.lanes`."""
         return [lane for lane, i in self._lanes.items() if self.branches[i].alive and not lane.done]
 
@@ -505,21 +660,21 @@ class ObserveRun:
         """See `Run.ready`."""
         return not self.lanes()
 
-    def deliver(self, lane: Lane, start: int, logits: Tensor, places: list[int]) -> None:
+    def deliver(self, lane: Lane | Thicket, start: int, logits: Tensor, places: Sequence[int]) -> None:
         """See `Run.deliver`."""
-        i = self._lanes[lane]
+        i = self._lanes[cast(Lane, lane)]
         rows = gather_rows([(logits, place) for place in places])
         if invalid_rows(rows).any():
             raise InvalidLogits
         tokens = self._next_tokens[i][start + 1 : start + 1 + len(places)]
         self.observed[i] += ranked(log_probs(rows), tokens, self.top)
 
-    def advance(self) -> list[Event]:
+    def advance(self) -> Gain:
         """See `Run.advance`."""
         for lane, i in self._lanes.items():
             if not lane.done:
                 self.branches[i].end()  # another coroutine has pruned it, as this will say
-        return []
+        return Gain(self.task.tree, 0, list)
 
     def result(self) -> list[list[Candidates]] | None:
         """See `Run.result`."""

@@ -91,8 +91,13 @@ def row_key(seed: int, path: Iterable[int]) -> int:
     """
     key = _mix64(int(seed) + _GOLDEN64)
     for ordinal in path:
-        key = _mix64(key * 3 + _mix64(ordinal + _GOLDEN64))
+        key = child_key(key, ordinal)
     return key
+
+
+def child_key(key: int, ordinal: int) -> int:
+    """Key of the `ordinal`-th child of the branch that has `key`; see `row_key`."""
+    return _mix64(key * 3 + _mix64(ordinal + _GOLDEN64))
 
 
 def _scramble32(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from treewise.batch import Batch
 from treewise.kv import KVManager, OutOfSlots, Preemption
+from treewise.thicket import Thicket
 from treewise.tree import Node
 
 PROMPT_SHARE = 4
@@ -53,13 +54,28 @@ class Lane:
         """Whether all wanted logits were delivered."""
         return self.wanted >= self.end
 
+    def take(self, count: int) -> None:
+        """Note that so many more logits were delivered."""
+        self.wanted += count
+
+    def lengths(self, start: int, count: int) -> Sequence[int]:
+        """Return how long the path is to the last of the logits ``start`` to ``start + count``."""
+        return [start + count]
+
 
 class Delivery(NamedTuple):
-    """Logits of `lane` at positions ``start``, ``start + 1``, …: rows `places` of the runner's answer."""
+    """Logits of `lane` at positions ``start``, ``start + 1``, …: rows `places` of the runner's answer.
 
-    lane: Lane
+    Of a thicket, `start` is a row.
+    """
+
+    lane: Lane | Thicket
     start: int
-    places: list[int]
+    places: Sequence[int]
+
+
+class Crowded(Exception):
+    """There is no room unless thickets give way as branches do."""
 
 
 class PoolTooSmall(Exception):
@@ -93,6 +109,10 @@ class Scheduler:
     turn comes. Nobody gives way to those behind it, unless not one row would run otherwise. So the first in line
     always goes on, however wide the trees are.
 
+    *Thickets* have their slots already. Each gets as many rows as others, up to all that it wants; paths keep their
+    part. They have no place in line: where room is short or not all of one priority, `Crowded` asks that they be made
+    into branches, which have.
+
     Parameters
     ----------
     kv : KVManager
@@ -110,8 +130,9 @@ class Scheduler:
         self.max_num_rows = max_num_rows
         self.num_preemptions = 0
         self._steady: _Steady | None = None
+        self._left = max_num_rows  # for paths
 
-    def next_batch(self, lanes: Sequence[Lane], tenants: Sequence[Tenant]) -> tuple[Batch, list[Delivery]]:
+    def next_batch(self, lanes: Sequence[Lane | Thicket], tenants: Sequence[Tenant]) -> tuple[Batch, list[Delivery]]:
         """Return the rows of the next step, their slots reserved, and who gets which logits.
 
         Where the leaves that had rows in the last step have only grown by a token each, and nothing else has
@@ -119,7 +140,7 @@ class Scheduler:
 
         Parameters
         ----------
-        lanes : sequence of Lane
+        lanes : sequence of Lane and Thicket
             Paths that wait for logits.
         tenants : sequence of Tenant
             All running trees, waiting or not.
@@ -129,7 +150,40 @@ class Scheduler:
         PoolTooSmall
             If not one row fits although every other branch gave way: those behind the first in line, then also those
             before it, of trees that wait for a function rather than for logits.
+        Crowded
+            If thickets stand in the way; nothing else has happened then that matters.
         """
+        thickets = [lane for lane in lanes if isinstance(lane, Thicket)]
+        paths = [lane for lane in lanes if isinstance(lane, Lane)]
+        counts = self._share(thickets, paths)
+        self._left = self.max_num_rows - sum(counts)
+        if thickets or not paths:
+            self._steady = None
+        batch, deliveries = self._batch_of_paths(paths, tenants, bool(thickets)) if paths else (Batch(), [])
+        for thicket, count in zip(thickets, counts, strict=True):
+            if count:
+                deliveries.append(Delivery(thicket, thicket.num_computed, batch.add_thicket(thicket, count)))
+        return batch, deliveries
+
+    def _share(self, thickets: Sequence[Thicket], paths: Sequence[Lane]) -> list[int]:
+        """Return how many rows each thicket gets."""
+        if not thickets:
+            return []
+        left = self.max_num_rows
+        if paths:
+            priorities = {lane.tenant.rank[0] for lane in paths} | {thicket.tenant.rank[0] for thicket in thickets}
+            if left < 2 * PROMPT_SHARE or len(priorities) > 1:
+                raise Crowded
+            left -= min(left // PROMPT_SHARE, sum(max(1, _lacking(lane.tip())) for lane in paths))
+        counts: dict[Thicket, int] = {}
+        for i, thicket in enumerate(sorted(thickets, key=attrgetter("tenant.rank"))):
+            counts[thicket] = min(thicket.num_wanted, -(-left // (len(thickets) - i)))
+            left -= counts[thicket]
+        return [counts[thicket] for thicket in thickets]
+
+    def _batch_of_paths(
+        self, lanes: Sequence[Lane], tenants: Sequence[Tenant], beside_thickets: bool
+    ) -> tuple[Batch, list[Delivery]]:
         tips = [lane.tip() for lane in lanes]
         if self._steady is not None and self._steady.grow(lanes, tips):
             return self._steady.batch, self._steady.deliveries(lanes)
@@ -138,12 +192,12 @@ class Scheduler:
         ranked = sorted(lanes, key=attrgetter("tenant.rank"))
         queue = self._queue(ranked, {lane: _lacking(tip) for lane, tip in tip_of.items()})
         batch, deliveries = self._decode(queue, tip_of)
-        line = _Line(self.kv, ranked, tip_of, tenants, batch)
+        line = _Line(self.kv, ranked, tip_of, tenants, batch, beside_thickets)
         blocked = False  # somebody waits for room: whoever starts behind it would take it, for ever
         only_room = True  # is what those lack who get nothing
         for lane in queue[len(deliveries) :]:
             rows, tip = batch.num_rows, tip_of[lane]
-            if rows == self.max_num_rows or line.gave_way(lane):
+            if rows == self._left or line.gave_way(lane):
                 only_room = False
                 continue
             lacking = batch.lacking(tip)
@@ -159,24 +213,25 @@ class Scheduler:
             elif lacking > 1:
                 blocked = True
         self.num_preemptions += line.num_preemptions
-        if lanes and not batch.num_rows:
+        if not batch.num_rows:
             if line.give_all(ranked[0]):
                 self.num_preemptions += 1
-                return self.next_batch(lanes, tenants)
+                return self._batch_of_paths(lanes, tenants, beside_thickets)
             raise PoolTooSmall(ranked[0], self.kv)
-        self._steady = _Steady.after(self.kv, batch, deliveries, lanes, tips) if only_room else None
+        if only_room and not beside_thickets:
+            self._steady = _Steady.after(self.kv, batch, deliveries, lanes, tips)
         return batch, deliveries
 
     def commit(self, batch: Batch, deliveries: Sequence[Delivery]) -> None:
         """Record that the rows of `batch` have run."""
         batch.commit()
         for lane, _, places in deliveries:
-            lane.wanted += len(places)
+            lane.take(len(places))
 
     def _queue(self, ranked: Sequence[Lane], lacking: Mapping[Lane, int]) -> list[Lane]:
         """Return the lanes in the order in which they get rows."""
         queue: list[Lane] = []
-        left = self.max_num_rows
+        left = self._left
         for _, lanes in groupby(ranked, key=lambda lane: lane.tenant.rank[0]):
             decoding: list[Lane] = []
             starting: list[Lane] = []
@@ -199,7 +254,7 @@ class Scheduler:
         """
         families: dict[Node | None, dict[Node, Tenant]] = {}
         head: list[Lane] = []
-        for lane in queue[: self.max_num_rows]:
+        for lane in queue[: self._left]:
             tip = tip_of[lane]
             length = len(tip.tokens)
             if tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length:
@@ -236,7 +291,7 @@ class Scheduler:
             node = node.parent
         for node in reversed(path):
             begin = batch.computed(node)
-            end = min(len(node.tokens), begin + self.max_num_rows - batch.num_rows)
+            end = min(len(node.tokens), begin + self._left - batch.num_rows)
             # Another lane took part of this node in this very step: its rows cannot be extended any more.
             if begin > node.computed or end == begin or not self._reserve(node, end, lane, line):
                 break
@@ -257,7 +312,7 @@ class Scheduler:
 
     def _row(self, node: Node, offset: int, batch: Batch, tenant: Tenant) -> int | None:
         row = batch.row(node, offset)
-        if row is None and offset < node.computed and batch.num_rows < self.max_num_rows:
+        if row is None and offset < node.computed and batch.num_rows < self._left:
             row = batch.ask(node, offset, tenant)
         return row
 
@@ -305,8 +360,10 @@ class _Line:
         tip_of: Mapping[Lane, Node],
         tenants: Sequence[Tenant],
         batch: Batch,
+        beside_thickets: bool = False,
     ) -> None:
         self.kv = kv
+        self.beside_thickets = beside_thickets
         self.ranked = ranked
         self.tip_of = tip_of
         self.tenants = tenants
@@ -327,6 +384,8 @@ class _Line:
 
     def give_way(self, lane: Lane, num_slots: int) -> bool:
         """Let the last in line behind `lane` that have no rows in this step free slots; whether that made room."""
+        if self.beside_thickets:
+            raise Crowded
         places = self._in_line()
         own = self.place(lane)
         while not self._preemption.free(num_slots):
@@ -375,7 +434,7 @@ class _Steady(NamedTuple):
     kv: KVManager
     batch: Batch
     tips: list[Node]
-    places: list[list[int] | None]  # by lane, None where it lacked room
+    places: list[Sequence[int] | None]  # by lane, None where it lacked room
     lengths: list[int]  # of the tips
     version: int
     num_moves: int

@@ -77,6 +77,7 @@ class Detokenizer:
 
     __slots__ = (
         "_emitted",
+        "_ended",
         "_include_stop",
         "_min_tokens",
         "_open_starts",
@@ -99,6 +100,7 @@ class Detokenizer:
         self._pending = b""  # the bytes of a character that is not complete
         self._open_starts: list[int] = []  # where in the text a stop string may have begun, ascending
         self._emitted = 0
+        self._ended = False
         self._text = ""
         self._unread: list[int] = []  # tokens whose text nobody has asked for yet; none where a stop string may come
         self.stopped: str | None = None
@@ -124,6 +126,15 @@ class Detokenizer:
             if self._stops.ordered:
                 self._read()
 
+    def push_all(self, tokens: Sequence[int]) -> None:
+        """Take the next tokens; the same as `push` for each."""
+        if self._stops.ordered:
+            for token in tokens:
+                self.push(token)
+        else:
+            self.num_tokens += len(tokens)
+            self._unread += tokens
+
     def delta(self) -> str:
         """Return the text, since the last call, that no later token can change or take back."""
         text = self.settled
@@ -133,10 +144,9 @@ class Detokenizer:
 
     def finish(self) -> None:
         """End the text: what was held back is safe now, and an incomplete character becomes U+FFFD."""
-        self._read()
-        if self.stopped is None:
-            self._decode(b"", final=True)
-            self._open_starts = []
+        self._ended = True
+        if self._stops.ordered:
+            self._read()
 
     def fork(self) -> Self:
         """Return an independent copy, cheap however long the stop list is."""
@@ -157,6 +167,9 @@ class Detokenizer:
             data = b"".join(map(self._tokenizer.token_bytes, self._unread))
             self._unread.clear()
             self._decode(data, final=False)
+        if self._ended and self.stopped is None:
+            self._decode(b"", final=True)
+            self._open_starts = []
 
     def _decode(self, data: bytes, final: bool) -> None:
         data = self._pending + data

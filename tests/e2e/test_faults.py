@@ -110,7 +110,7 @@ def test_b17_characters_split_over_tokens(llm, text, cut):
     request = llm.engine.add(program, llm.tokenizer.encode("Say:"))
     pieces = []
     while not request.done:
-        pieces += [event.text for event in llm.engine.step()]
+        pieces += [event.text for gain in llm.engine.step() for event in gain.events()]
     [leaf] = request.result
     assert "".join(pieces) == leaf.text
     if cut is None:

@@ -86,8 +86,9 @@ def test_none_leaves_the_leaves_alive():
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_rows_of_any_kind_become_pairs(kind):
-    assert Rows(kind([0, 0, 2]), kind([4, 5, 6])).pairs(3, 7) == [(0, 4), (0, 5), (2, 6)]
+def test_rows_of_any_kind_become_arrays(kind):
+    parents, tokens = Rows(kind([0, 0, 2]), kind([4, 5, 6])).arrays(3, 7)
+    assert (parents.tolist(), tokens.tolist()) == ([0, 0, 2], [4, 5, 6])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_rows_of_any_kind_become_pairs(kind):
 )
 def test_wrong_rows_are_refused_by_name(rows, message):
     with pytest.raises(ValueError, match=message):
-        rows.pairs(3, 7)
+        rows.arrays(3, 7)
 
 
 def test_position_of_the_random_stream_counts_the_whole_path():

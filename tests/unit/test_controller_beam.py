@@ -76,7 +76,7 @@ def test_nothing_to_improve_prunes_every_beam():
     done = Leaf(logprob=-0.1, num_tokens=1)
     view = TreeView([Leaf(logprob=-9.0, num_tokens=1)], torch.zeros(1, 5), 1, [done], frozenset([0]))
     rows = controller.step(view, torch.zeros(1, 5).log_softmax(-1))
-    assert rows.pairs(1, 5) == []
+    assert [len(column) for column in rows.arrays(1, 5)] == [0, 0]
 
 
 def tiny_llama(vocab_size, seed):

@@ -498,10 +498,11 @@ def test_the_branches_of_a_tree_wider_than_the_pool_take_turns(n, temperature, p
 
 
 @pytest.mark.parametrize(
-    ("pool", "page_size", "num_kv_slots"), [("paged", 1, 81), ("paged", 16, 176), ("contiguous", 1, 81)]
+    ("pool", "page_size", "num_kv_slots", "beam_width"),
+    [("paged", 1, 81, 6), ("paged", 16, 176, 16), ("paged", 16, 192, 16), ("contiguous", 1, 81, 6)],
 )
-def test_beams_wider_than_the_pool_take_turns(pool, page_size, num_kv_slots):
-    prompt, params = list(range(1, 40)), BeamSearchParams(beam_width=6, max_tokens=24)
+def test_beams_wider_than_the_pool_take_turns(pool, page_size, num_kv_slots, beam_width):
+    prompt, params = list(range(1, 40)), BeamSearchParams(beam_width, max_tokens=24)
     llm = tiny_llm(MODEL, pool=pool, page_size=page_size, num_kv_slots=num_kv_slots)
     [starved], [ample] = (some.beam_search([prompt], params) for some in (llm, tiny_llm(MODEL)))
     assert llm.engine.scheduler.num_preemptions > 0

@@ -128,6 +128,21 @@ class ContiguousPool:
             del self._runs[node]
             self._free(run.start, run.start + run.capacity)
 
+    def lend(self, num_slots: int) -> Slots:
+        """See `SlotPool.lend`; there is nothing outside of the runs, which move."""
+        raise OutOfSlots("a pool of unbroken runs lends no slots")
+
+    def take_back(self, slots: Slots) -> None:
+        """See `SlotPool.take_back`."""
+
+    def origins(self, slots: Slots) -> Slots:
+        """See `SlotPool.origins`; copies are made one after the other."""
+        return slots
+
+    def move(self, origins: Slots, target: Slots) -> None:
+        """See `SlotPool.move`."""
+        self._copy(Copy(origins, target))
+
     def take_copies(self) -> list[Copy]:
         """See `SlotPool.take_copies`."""
         copies, self._copies = self._copies, []

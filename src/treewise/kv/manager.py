@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 from treewise.kv.contiguous import ContiguousPool
 from treewise.kv.paged import PagedPool
 from treewise.kv.pool import Copy, OutOfSlots, SlotPool, Slots
 from treewise.tree import Forest, Node
+
+Taken = TypeVar("Taken")
 
 POOLS = ("paged", "contiguous")
 
@@ -135,12 +138,7 @@ class KVManager:
         OutOfSlots
             If even an empty cache leaves too little room.
         """
-        while True:
-            try:
-                return self.pool.extend(node, length)
-            except OutOfSlots:
-                if not self._evict(length - len(self.pool.slots(node))):
-                    raise
+        self._with_room(lambda: self.pool.extend(node, length), length - len(self.pool.slots(node)))
 
     def append(self, nodes: Sequence[Node]) -> Slots:
         """Return the slot of the last token of each of `nodes`, int32 [nodes]; they may lack that one.
@@ -150,12 +148,38 @@ class KVManager:
         OutOfSlots
             If even an empty cache leaves too little room; some of the nodes may have got theirs.
         """
-        while True:
-            try:
-                return self.pool.append(nodes)
-            except OutOfSlots:
-                if not self._evict(len(nodes)):
-                    raise
+        return self._with_room(lambda: self.pool.append(nodes), len(nodes))
+
+    def lend(self, num_slots: int) -> Slots:
+        """Return at least `num_slots` slots that no node owns; see `SlotPool.lend`.
+
+        Raises
+        ------
+        OutOfSlots
+            If even an empty cache leaves too little room.
+        """
+        return self._with_room(lambda: self.pool.lend(num_slots), num_slots)
+
+    def take_back(self, slots: Slots) -> None:
+        """Take back what one call of `lend` gave."""
+        self.pool.take_back(slots)
+
+    def origins(self, slots: Slots) -> Slots:
+        """Return where the keys of `slots` lie until the next forward; -1 stays."""
+        return self.pool.origins(slots)
+
+    def adopt(self, node: Node, keys: Slots) -> None:
+        """Give the first tokens of `node` that have no keys those that lie at `keys`, see `SlotPool.origins`.
+
+        Raises
+        ------
+        OutOfSlots
+            If even an empty cache leaves too little room; nothing was changed then.
+        """
+        start, stop = node.computed, node.computed + len(keys)
+        self.extend(node, stop)
+        self.pool.move(keys, self.pool.slots(node)[start:stop])
+        node.computed = stop
 
     def drop(self, tips: Sequence[Node], keep: int) -> None:
         """Undo one `hold` of each of `tips`, and let go of what nobody needs any more.
@@ -227,6 +251,15 @@ class KVManager:
             length = len(self.pool.slots(node))
             assert node.computed <= length <= len(node.tokens), f"{node} has {length} slots"
             assert not node.idle or node.computed == len(node.tokens), f"{node} is idle and not a cached prefix"
+
+    def _with_room(self, take: Callable[[], Taken], num_slots: int) -> Taken:
+        """Return what `take` takes from the pool, evicting idle cached prefixes if need be."""
+        while True:
+            try:
+                return take()
+            except OutOfSlots:
+                if not self._evict(num_slots):
+                    raise
 
     def _keeps(self, node: Node, keep: int) -> bool:
         """Make a cached prefix of the idle `node`, if that lies within the first `keep` tokens and has keys."""

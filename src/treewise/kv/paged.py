@@ -66,6 +66,7 @@ class PagedPool:
         self._refs = [1] + [0] * (num_pages - 1)
         self._free = list(range(num_pages - 1, 0, -1))  # a stack; low pages first, so that fresh nodes lie in long runs
         self._runs: dict[Node, _Run] = {}
+        self._lent: set[int] = set()
         self._moves: dict[int, int] = {}  # new slot -> the slot whose keys it gets, all read before any is written
 
     @property
@@ -164,6 +165,33 @@ class PagedPool:
         if not length:
             del self._runs[node]
 
+    def lend(self, num_slots: int) -> Slots:
+        """See `SlotPool.lend`."""
+        count = -(-num_slots // self.page_size)
+        if count > len(self._free):
+            raise OutOfSlots(f"{count} pages wanted, {len(self._free)} free")
+        pages = [self._take() for _ in range(count)]
+        self._lent.update(pages)
+        first = np.array(pages, np.int32) * self.page_size
+        return np.add.outer(first, np.arange(self.page_size, dtype=np.int32)).ravel()
+
+    def take_back(self, slots: Slots) -> None:
+        """See `SlotPool.take_back`."""
+        for page in (slots[:: self.page_size] // self.page_size).tolist():
+            self._lent.remove(page)
+            self._drop(page)
+
+    def origins(self, slots: Slots) -> Slots:
+        """See `SlotPool.origins`."""
+        # A slot may be moved again before the runner moves anything: its keys still lie where they were first.
+        moves = self._moves
+        return np.array([moves.get(slot, slot) for slot in slots.tolist()], np.int32) if moves else slots
+
+    def move(self, origins: Slots, target: Slots) -> None:
+        """See `SlotPool.move`."""
+        self.num_moves += 1
+        self._moves.update(zip(target.tolist(), origins.tolist(), strict=True))
+
     def take_copies(self) -> list[Copy]:
         """See `SlotPool.take_copies`."""
         moves, self._moves = self._moves, {}
@@ -174,7 +202,7 @@ class PagedPool:
         known = set(nodes)
         assert self._runs.keys() <= known, "a node that left the forest still owns pages"
         refs = np.zeros(len(self._refs), np.int32)
-        refs[0] = 1
+        refs[[0, *self._lent]] = 1
         owned: list[Slots] = []
         for run in self._runs.values():
             np.add.at(refs, run.pages, 1)
@@ -197,7 +225,7 @@ class PagedPool:
         run.slots[begin : run.length] = source % size + page * size
         self._drop(run.pages[-1])
         run.pages[-1] = page
-        self._move(source, run.slots[begin : run.length])
+        self.move(self.origins(source), run.slots[begin : run.length])
 
     def _reunite(self, above: _Run, below: _Run) -> bool:
         """Let `above` go on with the pages of `below` if no key has to move for that."""
@@ -221,17 +249,11 @@ class PagedPool:
         above.pages += (self._take() for _ in range(num_pages))
         places = np.arange(end, end + below.length)
         target = np.asarray(above.pages, np.int32)[places // size] * size + places % size
-        self._move(below.slots[: below.length], target)
+        self.move(self.origins(below.slots[: below.length]), target)
         above.append(target)
         for page in reversed(below.pages):
             self._drop(page)
         return True
-
-    def _move(self, source: Slots, target: Slots) -> None:
-        # A slot may be moved again before the runner moves anything: its keys still lie where they were first.
-        self.num_moves += 1
-        moves = self._moves
-        moves.update(zip(target.tolist(), [moves.get(slot, slot) for slot in source.tolist()], strict=True))
 
     def _take(self) -> int:
         page = self._free.pop()

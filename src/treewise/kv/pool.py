@@ -87,8 +87,26 @@ class SlotPool(Protocol):
     def shrink(self, node: Node, length: int) -> None:
         """Take back the slots behind the first `length` tokens of `node`, as far as nobody else uses them."""
 
+    def lend(self, num_slots: int) -> Slots:
+        """Return at least `num_slots` slots that no node owns, int32, the borrower's until `take_back`.
+
+        Raises
+        ------
+        OutOfSlots
+            If the pool cannot; nothing was changed then.
+        """
+
+    def take_back(self, slots: Slots) -> None:
+        """Take back what one call of `lend` gave."""
+
+    def origins(self, slots: Slots) -> Slots:
+        """Return where the keys of `slots` lie until the next forward; -1 stays."""
+
+    def move(self, origins: Slots, target: Slots) -> None:
+        """Have keys moved before the next forward from their `origins`, whoever owns these by now."""
+
     def take_copies(self) -> list[Copy]:
-        """Return the moves that extending and joining made necessary since the last call, in order."""
+        """Return the moves that became necessary since the last call, in order."""
 
     def check_integrity(self, nodes: Iterable[Node]) -> None:
         """Verify that the pool's records are what `nodes` own, no more and no less."""

@@ -67,6 +67,8 @@ class DiverseBeamSearch:
 
     def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
         """Choose the rows of each group, in the groups' order."""
+        if len(self.starts) == 1:
+            return self.search.step(tree, logprobs)
         groups = [self._group(leaf.path) for leaf in tree.leaves]
         finished = [(self._group(leaf.path), leaf) for leaf in tree.finished]
         rows: list[tuple[int, int]] = []
@@ -84,16 +86,16 @@ class DiverseBeamSearch:
             )
             mine = logprobs if len(places) == len(groups) else logprobs[places]  # wide beams are not copied
             selection = self.search.select(view, mine if penalties is None else mine - penalties)
-            for row in selection.rows:
-                rows.append((places[row.parent], row.token))
+            for parent, token in zip(selection.rows.parent.tolist(), selection.rows.token.tolist(), strict=True):
+                rows.append((places[parent], token))
                 if paid or penalties is not None:
-                    tokens = tree.leaves[places[row.parent]].tokens
-                    cost = 0.0 if penalties is None else float(penalties[row.token])
-                    paid[*tokens, row.token] = paid.get(tuple(tokens), 0.0) + cost
+                    tokens = tree.leaves[places[parent]].tokens
+                    cost = 0.0 if penalties is None else float(penalties[token])
+                    paid[*tokens, token] = paid.get(tuple(tokens), 0.0) + cost
             if self.penalty:
                 penalties = torch.zeros_like(logprobs[0]) if penalties is None else penalties
-                for beam in selection.beams:
-                    penalties[beam.token] += self.penalty
+                for token in selection.beams.token.tolist():
+                    penalties[token] += self.penalty
         return Rows([parent for parent, _ in rows], [token for _, token in rows])
 
     def _group(self, path: tuple[int, ...]) -> int:
