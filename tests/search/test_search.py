@@ -7,11 +7,13 @@ import math
 
 import pytest
 import torch
-from tiny import EOS, ChatBytes, dense_logits, tiny_llm, tiny_model
+from tiny import EOS, ChatBytes, dense_logits, idle, tiny_llm, tiny_model
 
-from treewise.awaitables import generate, score
+from treewise.awaitables import gather, generate, score
 from treewise.branch import DeadBranchError
+from treewise.budgets import BudgetExceeded, Cancelled, limit
 from treewise.config import BeamSearchParams, SamplingParams
+from treewise.llm import RequestsFailed
 from treewise.search import (
     STRATEGIES,
     ask,
@@ -43,6 +45,7 @@ SETTINGS = {
     "tot_dfs": {"threshold": 0.3, **THOUGHTS},
     "mcts": {"iterations": 6, "width": 2, **THOUGHTS},
     "step_beam": {"width": 6, "beam": 3, **THOUGHTS},
+    "rollouts": {"widths": (3, 2), "at": (3,), "max_tokens": 6},
     "replay": {},
 }
 BRANCHING = [name for name in STRATEGIES if name != "rollouts"]  # those that return branches
@@ -61,6 +64,11 @@ def alone(branch):
     tokens = branch.path_tokens
     logprobs = torch.log_softmax(dense_logits(MODEL, tokens), dim=-1)
     return [None, *(float(logprobs[i, token]) for i, token in enumerate(tokens[1:]))]
+
+
+def tokens_of(result):
+    """Return the whole tree without its log-probs, which differ by rounding from batch to batch."""
+    return [(node.parent, node.token_ids, node.state) for node in result.tree.nodes]
 
 
 def branches_of(result):
@@ -85,13 +93,94 @@ def test_a_seed_gives_one_tree(name):
         assert first.tree.nodes != other.tree.nodes
 
 
-@pytest.mark.parametrize("name", BRANCHING)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_tree_does_not_depend_on_the_others_in_the_batch(name):
     llm = tiny_llm(MODEL, enable_prefix_caching=False)
     program = STRATEGIES[name].build(**SETTINGS[name])
     results = llm.run(program, ["two plus two", "seven", "two plus three"], seed=3)
     [first] = llm.run(program, ["two plus two"], seed=3)
-    assert [node.token_ids for node in results[0].tree.nodes] == [node.token_ids for node in first.tree.nodes]
+    assert tokens_of(results[0]) == tokens_of(first)
+
+
+def test_every_branch_draws_what_it_draws_alone():
+    async def one_of_four(root, place):
+        answers = root.fork(4)
+        for answer in answers:
+            if answer is not answers[place]:
+                answer.prune()
+        await generate([answers[place]], SamplingParams(**SHORT))
+        return answers[place]
+
+    together = branches_of(run("best_of_n"))[1:]
+    for place, branch in enumerate(together):
+        [alone] = tiny_llm(MODEL).run(one_of_four, ["two plus two"], seed=3, place=place)
+        assert alone.best.token_ids == branch.token_ids
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_search_whose_budget_is_used_up_lets_go_of_everything(name):
+    llm = tiny_llm(MODEL, enable_prefix_caching=False)
+    program = STRATEGIES[name].build(**SETTINGS[name])
+    prompts = ["two plus two", "seven"]
+    whole = llm.run(program, prompts, seed=3)
+    for tokens in (1, 3, whole[0].tree.usage.completion_tokens // 2):
+        results = llm.run(program, prompts, seed=3, token_budget=tokens, on_error="return")
+        assert isinstance(results[0].error, BudgetExceeded)
+        assert results[0].tree.usage.completion_tokens >= tokens
+        idle(llm)
+    again = llm.run(program, prompts, seed=3)
+    assert [tokens_of(result) for result in again] == [tokens_of(result) for result in whole]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_search_that_is_cancelled_leaves_its_root_as_it_was(name):
+    async def program(root):
+        [branch] = root.fork()
+        part = limit(STRATEGIES[name].program(branch, **SETTINGS[name]))
+
+        async def cancel():
+            await generate(root.fork(), SamplingParams(max_tokens=2))
+            part.cancel("enough")
+
+        async def search():
+            with pytest.raises(Cancelled, match="enough"):
+                await part
+
+        await gather(search(), cancel())
+        assert branch.alive and not branch.tokens
+        branch.prune()
+        return await generate(root.fork(), SamplingParams(**SHORT))
+
+    llm = tiny_llm(MODEL, enable_prefix_caching=False)
+    [result] = llm.run(program, ["two plus two"], seed=3)
+    assert len(result.value[0].token_ids) == 6
+    idle(llm)
+
+
+@pytest.mark.parametrize("name", ["best_of_n", "self_consistency", "tot", "tot_dfs", "mcts", "step_beam", "rollouts"])
+def test_a_reward_that_fails_harms_no_other_search(name):
+    def fails_on_seven(texts):
+        if broken and texts[0].startswith(broken[0]):
+            raise KeyError("no idea")
+        return [float(len(text)) for text in texts]
+
+    option = {"best_of_n": "by", "self_consistency": "by", "rollouts": "reward"}.get(name, "evaluate")
+    settings = SETTINGS[name] | {option: fails_on_seven}
+    prompts = ["two plus two", "seven", "two plus three"]
+    broken = []
+    llm = tiny_llm(MODEL, enable_prefix_caching=False)
+    good = llm.run(STRATEGIES[name].build(**settings), prompts, seed=3)
+    seven = good[1].tree.nodes[1].text
+    assert not any(result.tree.nodes[1].text.startswith(seven) for result in (good[0], good[2]))
+    broken.append(seven)
+    with pytest.raises(RequestsFailed, match="no idea") as failed:
+        llm.run(STRATEGIES[name].build(**settings), prompts, seed=3)
+    error = failed.value.errors[1]
+    assert list(failed.value.errors) == [1] and isinstance(error, KeyError)
+    assert any(f"in {name}, while calling fails_on_seven" in note for note in error.__notes__)
+    for place in (0, 2):
+        assert tokens_of(failed.value.outputs[place]) == tokens_of(good[place])
+    idle(llm)
 
 
 @pytest.mark.parametrize("name", BRANCHING)
@@ -120,6 +209,27 @@ def test_best_of_n_keeps_the_best(by, value):
     assert [answer.pruned for answer in answers] == [answer is not result.value for answer in answers]
 
 
+@pytest.mark.parametrize("question", [None, "Is it short?"])
+@pytest.mark.parametrize("by", ["judge", "vote"])
+def test_the_model_itself_may_choose(by, question):
+    result = run("best_of_n", n=3, by=by, question=question)
+    answers = branches_of(result)[1:]
+    if by == "judge":
+        asked = question or "Is this answer correct? Answer Yes or No."
+        chances = []
+        for answer in answers:
+            before = [*answer.path_tokens, *f"\n\n{asked}\nAnswer:".encode()]
+            yes, no = (logprob_of_end([*before, *word.encode()], len(word)) for word in (" Yes", " No"))
+            chances.append(1 / (1 + math.exp(no - yes)))
+    else:
+        asked = question or "Which of these answers is the best? Answer with its number."
+        options = "".join(f"\n{number}. {answer.text.strip()}" for number, answer in enumerate(answers, 1))
+        before = f"two plus two\n\n{asked}{options}\nAnswer:".encode()
+        chances = [math.exp(logprob_of_end([*before, *f" {number}.".encode()], 3)) for number in (1, 2, 3)]
+    assert [answer.score for answer in answers] == pytest.approx(chances, rel=1e-3)
+    assert result.value is max(answers, key=lambda answer: answer.score)
+
+
 def certainty_alone(branch):
     """Kang et al.'s formula: the negative mean over tokens and vocabulary of ``log(V p)``."""
     logprobs = torch.log_softmax(dense_logits(MODEL, branch.path_tokens), dim=-1)
@@ -137,7 +247,7 @@ def test_self_certainty_draws_the_same_answers():
 def test_a_reward_must_rate_every_text(name):
     with pytest.raises(ValueError, match="by: the reward gave 1 values for 4 texts"):
         run(name, n=4, by=lambda texts: [0.0])
-    with pytest.raises(ValueError, match="by: the value of .* must be a finite number, not nan"):
+    with pytest.raises(ValueError, match=r"by: the value of .* must be a finite number, not nan"):
         run(name, n=4, by=lambda texts: [0.0, 1.0, math.nan, 2.0])
 
 
@@ -323,12 +433,13 @@ def logprob_of_end(tokens, count):
         (
             best_of_n,
             {"by": "length"},
-            "by: 'length' is neither one of mean_logprob, logprob, self_certainty nor a",
+            "by: 'length' is neither one of mean_logprob, logprob, judge, vote, self_certainty nor a",
         ),
         (best_of_n, {"temperature": -1}, "temperature must be"),
         (self_consistency, {"extract": "digits"}, "extract: 'digits' is neither one of answer, boxed"),
         (self_consistency, {"n": "many"}, "n must be an integer"),
-        (self_consistency, {"by": "rank"}, "by: 'rank' is neither one of mean_logprob, logprob, self_certainty nor a"),
+        (self_consistency, {"by": "rank"}, "by: 'rank' is neither one of mean_logprob, logprob, judge, vote,"),
+        (self_consistency, {"by": "judge", "question": 3}, "question must be a text or None, not 3"),
         (self_consistency, {"borda": -0.5}, r"borda must be a number in \[0, 50\], not -0.5"),
         (beam_search, {"beam_width": 0}, "beam_width must be"),
         (beam_search, {"beam_width": 4, "num_beam_groups": 3}, r"num_beam_groups must divide beam_width \(4\), not 3"),
@@ -355,6 +466,7 @@ def logprob_of_end(tokens, count):
             {"breadth": 2},
             "breadth: programs over thoughts have no such keyword; they share evaluate,",
         ),
+        (tree_of_thoughts, {"question": 3}, "question must be a text or None, not 3"),
         (tree_of_thoughts, {"conclude": None}, "conclude must be a text, not None of type NoneType"),
         (tree_of_thoughts, {"stop": [""]}, "stop must be"),
         (depth_first_thoughts, {"depth": 0}, "depth must be"),
@@ -395,7 +507,7 @@ def test_a_strategy_says_what_it_has():
         assert strategy.defaults
         assert strategy.build().__name__ == name
     assert STRATEGIES["best_of_n"].defaults["n"] == 8
-    assert list(STRATEGIES["tot"].defaults)[:5] == ["depth", "width", "beam", "evaluate", "judge"]
+    assert list(STRATEGIES["tot"].defaults)[:5] == ["depth", "width", "beam", "evaluate", "question"]
     with pytest.raises(ValueError, match="breadth: strategy tot has no such setting; it has depth, width"):
         STRATEGIES["tot"].build(breadth=3)
 

@@ -12,7 +12,7 @@ from treewise.config import SamplingParams, check_integer
 from treewise.llm import LLM, Prompt
 from treewise.outputs import plain
 from treewise.sampler import row_key
-from treewise.search.samples import Reward
+from treewise.search.evaluators import Reward
 
 
 @dataclass(frozen=True)

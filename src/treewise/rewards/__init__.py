@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from treewise.rewards.classifier import Classifier, Message
-from treewise.search.samples import Reward
+from treewise.search.evaluators import Reward
 
 __all__ = ["AGGREGATES", "SequenceRewardModel", "TokenRewardModel"]
 

@@ -13,7 +13,7 @@ from treewise.controller import Replay
 from treewise.grammar import Grammar
 from treewise.replay import Schedule, load_recordings
 from treewise.search.diverse import DiverseBeamSearch
-from treewise.search.samples import mean_logprob
+from treewise.search.evaluators import mean_logprob
 
 FAN = [[0, 0, [1, 2, 3]], [1, 4, []], [1, 4, [4, 5]], [1, 12, []], [5, 12, []], [5, 12, []]]
 """A small recording: three branches, one of which ends early and one of which branches again."""

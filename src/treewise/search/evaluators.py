@@ -1,64 +1,71 @@
-"""Rates chains of thoughts: by the model as a judge, by its vote, by its log-probabilities, or by a reward."""
+"""Rates branches: by the model as a judge, by its vote, by its log-probabilities, or by a reward."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from math import exp
+from math import exp, isfinite
 
+from treewise.awaitables import call
 from treewise.branch import Branch
 from treewise.search.conversation import ask
-from treewise.search.samples import Reward, mean_logprob, rewards
 
-JUDGE = "Is every step of this solution correct so far? Answer Yes or No."
-BALLOT = "Which of these next steps is the best? Answer with its number."
+Reward = Callable[[list[str]], Sequence[float]]
+"""Rates texts, all in one call; higher is better."""
+
+Evaluator = Callable[[Branch, Sequence[Branch], str], Awaitable[list[float]]]
+"""Returns the values of branches below a root; what it asks the model, if anything, is given to it."""
 
 
-async def evaluate_chains(root: Branch, chains: Sequence[Branch], evaluate: str | Reward, judge: str) -> list[float]:
-    """Return the values of `chains` by an evaluator or a reward function; they become the branches' scores.
+async def judged(root: Branch, branches: Sequence[Branch], question: str) -> list[float]:
+    """Return the probability that the model answers "Yes" rather than "No" to a question about each branch."""
+    rated = await ask(branches, question, ("Yes", "No"))
+    return [1 / (1 + exp(min(no - yes, 700))) for yes, no in rated]
 
-    Parameters
-    ----------
-    root : Branch
-        Where the chains begin.
-    chains : sequence of Branch
-        At least one.
-    evaluate : str or callable
-        A name from `EVALUATORS`, or a function from the list of all texts to as many numbers, for a worker thread.
-    judge : str
-        The question of ``"judge"``.
+
+async def elected(root: Branch, branches: Sequence[Branch], question: str) -> list[float]:
+    """Return how likely the model names each branch when all are shown to it, numbered, under a question."""
+    options = "\n".join(f"{number}. {branch.new.strip()}" for number, branch in enumerate(branches, 1))
+    [ballot] = await ask([root], f"{question}\n{options}", [f"{number}." for number in range(1, len(branches) + 1)])
+    return [exp(logprob) for logprob in ballot]
+
+
+async def rewarded(name: str, reward: Reward, branches: Sequence[Branch]) -> list[float]:
+    """Run a reward function, given as the parameter `name`, over the texts of `branches` in a worker thread.
 
     Raises
     ------
     ValueError
-        If a reward function does not give one finite number a text.
+        If it does not give one finite number a text.
     """
-    if callable(evaluate):
-        values = await rewards("evaluate", evaluate, chains)
-    else:
-        values = await EVALUATORS[evaluate](root, chains, judge)
-    for chain, value in zip(chains, values, strict=True):
-        chain.score = value
+    values = [float(value) for value in await call(reward, [branch.text for branch in branches])]
+    if len(values) != len(branches):
+        raise ValueError(f"{name}: the reward gave {len(values)} values for {len(branches)} texts")
+    for branch, value in zip(branches, values, strict=True):
+        if not isfinite(value):
+            raise ValueError(f"{name}: the value of {branch.text!r} must be a finite number, not {value}")
     return values
 
 
-async def _judge(root: Branch, chains: Sequence[Branch], judge: str) -> list[float]:
-    rated = await ask(chains, judge, ("Yes", "No"))
-    return [1 / (1 + exp(min(no - yes, 700))) for yes, no in rated]
+def mean_logprob(branch: Branch, since: Branch) -> float:
+    """Return the log-probability a token of what `branch` has beyond its ancestor `since`; 0 where that is nothing."""
+    return (branch.logprob - since.logprob) / max(branch.num_tokens - since.num_tokens, 1)
 
 
-async def _vote(root: Branch, chains: Sequence[Branch], judge: str) -> list[float]:
-    options = "\n".join(f"{number}. {chain.new.strip()}" for number, chain in enumerate(chains, 1))
-    [ballot] = await ask([root], f"{BALLOT}\n{options}", [f"{number}." for number in range(1, len(chains) + 1)])
-    return [exp(logprob) for logprob in ballot]
+async def likely(root: Branch, branches: Sequence[Branch], question: str) -> list[float]:
+    """Return the log-probability a token of each branch; nothing is asked."""
+    return [mean_logprob(branch, root) for branch in branches]
 
 
-async def _likelihood(root: Branch, chains: Sequence[Branch], judge: str) -> list[float]:
-    return [mean_logprob(chain, root) for chain in chains]
+async def whole(root: Branch, branches: Sequence[Branch], question: str) -> list[float]:
+    """Return the summed log-probability of each branch; nothing is asked."""
+    return [branch.logprob for branch in branches]
 
 
-EVALUATORS: dict[str, Callable[[Branch, Sequence[Branch], str], Awaitable[list[float]]]] = {
-    "judge": _judge,
-    "vote": _vote,
-    "logprob": _likelihood,
-}
+EVALUATORS: dict[str, Evaluator] = {"judge": judged, "vote": elected, "logprob": likely}
 """How chains of thoughts are rated, by name."""
+
+QUESTIONS = {
+    "judge": "Is every step of this solution correct so far? Answer Yes or No.",
+    "vote": "Which of these next steps is the best? Answer with its number.",
+}
+"""What evaluators ask about chains of thoughts, unless told otherwise."""

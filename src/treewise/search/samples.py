@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from math import isfinite
+from collections.abc import Sequence
 from typing import Any
 
-from treewise.awaitables import call, decode, generate
+from treewise.awaitables import decode, generate
 from treewise.branch import Branch, keep
 from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer, check_number
 from treewise.grammar import Grammar
 from treewise.search.answers import EXTRACTORS, Extractor, same_answer
 from treewise.search.certainty import CertaintySample
+from treewise.search.evaluators import Evaluator, Reward, elected, judged, likely, rewarded, whole
 
-Reward = Callable[[list[str]], Sequence[float]]
-"""Rates texts, all in one call; higher is better."""
-
-RANKINGS = ("mean_logprob", "logprob", "self_certainty")
+RANKINGS: dict[str, Evaluator] = {"mean_logprob": likely, "logprob": whole, "judge": judged, "vote": elected}
+QUESTIONS = {
+    "judge": "Is this answer correct? Answer Yes or No.",
+    "vote": "Which of these answers is the best? Answer with its number.",
+}
 
 
 async def best_of_n(
     root: Branch,
     n: int = 8,
     by: str | Reward = "mean_logprob",
+    question: str | None = None,
     temperature: float = 0.8,
     top_p: float = 0.95,
     max_tokens: int = 256,
     stop: Sequence[str] = (),
     grammar: Grammar | None = None,
 ) -> Branch:
-    """Draw n answers and keep the best by log-probability, self-certainty or a reward.
+    """Draw n answers and keep the best by log-probability, self-certainty, the model's own judgement or a reward.
 
     Parameters
     ----------
     root : Branch
     n : int
         Answers to draw.
-    by : {"mean_logprob", "logprob", "self_certainty"} or callable
+    by : {"mean_logprob", "logprob", "self_certainty", "judge", "vote"} or callable
         What is best: the highest log-probability a token, or summed; the highest self-certainty, that is how far the
-        model's distributions are from uniform, as a mean over the tokens (see `self_certainty`); or the reward that a
-        function gives to the list of all texts. The function runs in a worker thread.
+        model's distributions are from uniform, as a mean over the tokens (see `self_certainty`); what the model itself
+        thinks of the answer when asked, by the probability of "Yes" against "No" (``"judge"``), or by how likely it
+        picks the answer out of all (``"vote"``); or the reward that a function gives to the list of all texts. The
+        function runs in a worker thread.
+    question : str, optional
+        What ``"judge"`` asks, to be answered by Yes or No, or ``"vote"``, by a number.
     temperature, top_p, max_tokens, stop, grammar
         As in `SamplingParams`; ``"self_certainty"`` cannot be had with a grammar, which cuts the distributions.
 
@@ -55,7 +61,7 @@ async def best_of_n(
         If a parameter is out of range, or the reward does not give one finite number a text.
     """
     answers, values = await _rated(
-        root, n, by, temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop, grammar=grammar
+        root, n, by, question, temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop, grammar=grammar
     )
     return keep(answers, values, 1)[0]
 
@@ -66,6 +72,7 @@ async def self_consistency(
     extract: str | Extractor = "answer",
     by: str | Reward = "mean_logprob",
     borda: float = 0.0,
+    question: str | None = None,
     temperature: float = 0.8,
     top_p: float = 0.95,
     max_tokens: int = 256,
@@ -87,7 +94,7 @@ async def self_consistency(
     extract : str or callable
         How to find a solution's answer: a name from `EXTRACTORS`, or a function that returns the answer in a text or
         None. A solution without an answer has no vote.
-    by : {"mean_logprob", "logprob", "self_certainty"} or callable
+    by, question
         What the solutions are ranked by, as in `best_of_n`.
     borda : float
         The power of the votes, in [0, 50]. 0: every solution has one vote, and the majority wins. The higher, the
@@ -111,7 +118,7 @@ async def self_consistency(
     check_number("borda", borda, 0, 50)
     extractor = extract if callable(extract) else EXTRACTORS[extract]
     drawn, values = await _rated(
-        root, n, by, temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop, grammar=grammar
+        root, n, by, question, temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop=stop, grammar=grammar
     )
     solutions = [drawn[i] for i in sorted(range(n), key=lambda i: -values[i])]
     weights = [float(n - rank) ** borda for rank in range(n)]
@@ -134,33 +141,15 @@ async def self_consistency(
     return winners
 
 
-async def rewards(name: str, reward: Reward, branches: Sequence[Branch]) -> list[float]:
-    """Run a reward function, given as the parameter `name`, over the texts of `branches` in a worker thread.
-
-    Raises
-    ------
-    ValueError
-        If it does not give one finite number a text.
-    """
-    values = [float(value) for value in await call(reward, [branch.text for branch in branches])]
-    if len(values) != len(branches):
-        raise ValueError(f"{name}: the reward gave {len(values)} values for {len(branches)} texts")
-    for branch, value in zip(branches, values, strict=True):
-        if not isfinite(value):
-            raise ValueError(f"{name}: the value of {branch.text!r} must be a finite number, not {value}")
-    return values
-
-
-def mean_logprob(branch: Branch, since: Branch) -> float:
-    """Return the log-probability a token of what `branch` has beyond its ancestor `since`; 0 where that is nothing."""
-    return (branch.logprob - since.logprob) / max(branch.num_tokens - since.num_tokens, 1)
-
-
-async def _rated(root: Branch, n: int, by: str | Reward, **sampling: Any) -> tuple[list[Branch], list[float]]:
+async def _rated(
+    root: Branch, n: int, by: str | Reward, question: str | None, **sampling: Any
+) -> tuple[list[Branch], list[float]]:
     """Draw n answers as fields of `SamplingParams` say, and return what each is worth by `by`, see `best_of_n`."""
     check_integer("n", n, 1, MAX_SEQUENCES)
-    if not callable(by) and by not in RANKINGS:
-        raise ValueError(f"by: {by!r} is neither one of {', '.join(RANKINGS)} nor a function")
+    if not callable(by) and by not in (*RANKINGS, "self_certainty"):
+        raise ValueError(f"by: {by!r} is neither one of {', '.join(RANKINGS)}, self_certainty nor a function")
+    if not isinstance(question, str | None):
+        raise ValueError(f"question must be a text or None, not {question!r}")
     params = SamplingParams(**sampling)
     if by == "self_certainty" and params.grammar is not None:
         raise ValueError("by: 'self_certainty' needs whole distributions, of which a grammar leaves a part")
@@ -170,5 +159,5 @@ async def _rated(root: Branch, n: int, by: str | Reward, **sampling: Any) -> tup
         return answers, [controller.mean(answer.path) for answer in answers]
     answers = await generate(root.fork(n), params)
     if callable(by):
-        return answers, await rewards("by", by, answers)
-    return answers, [mean_logprob(answer, root) if by == "mean_logprob" else answer.logprob for answer in answers]
+        return answers, await rewarded("by", by, answers)
+    return answers, await RANKINGS[by](root, answers, QUESTIONS.get(by, "") if question is None else question)

@@ -10,8 +10,7 @@ from treewise.awaitables import generate
 from treewise.branch import Branch
 from treewise.config import SamplingParams, check_integer
 from treewise.grammar import Grammar
-from treewise.search.evaluators import EVALUATORS, JUDGE, evaluate_chains
-from treewise.search.samples import Reward
+from treewise.search.evaluators import EVALUATORS, QUESTIONS, Reward, rewarded
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class ThoughtParams:
         against "No"; ``"vote"`` shows it all new thoughts and takes how likely it picks each; ``"logprob"`` takes a
         chain's log-probability a token and asks nothing. Or a reward that a function gives to the list of all chains'
         texts. The function runs in a worker thread.
-    judge : str
-        The question of ``"judge"``, to be answered by Yes or No.
+    question : str, optional
+        What ``"judge"`` asks, to be answered by Yes or No, or ``"vote"``, by a number.
     conclude : str
         Put behind each chain, to get an answer out of it; "" lets it go on as it will.
     temperature, top_p : float
@@ -47,7 +46,7 @@ class ThoughtParams:
     """
 
     evaluate: str | Reward = "judge"
-    judge: str = JUDGE
+    question: str | None = None
     conclude: str = "\nSo the answer is"
     temperature: float = 0.8
     top_p: float = 0.95
@@ -60,14 +59,15 @@ class ThoughtParams:
     def __post_init__(self) -> None:
         if not callable(self.evaluate) and self.evaluate not in EVALUATORS:
             raise ValueError(f"evaluate: {self.evaluate!r} is neither one of {', '.join(EVALUATORS)} nor a function")
-        for name in ("judge", "conclude"):
+        for name, kind, accepted in (
+            ("question", str | None, "a text or None"),
+            ("conclude", str, "a text"),
+            ("thought_grammar", Grammar | None, "a Grammar or None"),
+            ("grammar", Grammar | None, "a Grammar or None"),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, str):
-                raise ValueError(f"{name} must be a text, not {value!r} of type {type(value).__name__}")
-        for name in ("thought_grammar", "grammar"):
-            value = getattr(self, name)
-            if not isinstance(value, Grammar | None):
-                raise ValueError(f"{name} must be a Grammar or None, not {value!r}")
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} must be {accepted}, not {value!r} of type {type(value).__name__}")
         for name in ("thought_tokens", "answer_tokens"):
             check_integer(name, getattr(self, name), 1)
         _ = self.thought, self.answer  # check the rest
@@ -135,8 +135,22 @@ class Thinker:
         return longer
 
     async def rate(self, chains: Sequence[Branch]) -> list[float]:
-        """Return the values of chains; they become the branches' scores."""
-        return await evaluate_chains(self.root, chains, self.params.evaluate, self.params.judge)
+        """Return the values of chains; they become the branches' scores.
+
+        Raises
+        ------
+        ValueError
+            If a reward function does not give one finite number a text.
+        """
+        evaluate, question = self.params.evaluate, self.params.question
+        if callable(evaluate):
+            values = await rewarded("evaluate", evaluate, chains)
+        else:
+            asked = QUESTIONS.get(evaluate, "") if question is None else question
+            values = await EVALUATORS[evaluate](self.root, chains, asked)
+        for chain, value in zip(chains, values, strict=True):
+            chain.score = value
+        return values
 
     async def rounds(self, depth: int, width: int, allot: Callable[[Sequence[Branch]], Sequence[int]]) -> Branch:
         """Draw and rate thoughts round by round, and answer from the chains that are left.

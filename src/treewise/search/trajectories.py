@@ -10,7 +10,7 @@ from treewise.awaitables import generate
 from treewise.branch import Branch
 from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer
 from treewise.grammar import Grammar
-from treewise.search.samples import Reward, mean_logprob, rewards
+from treewise.search.evaluators import Reward, mean_logprob, rewarded
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ async def rollouts(
     if reward is None:
         values = [mean_logprob(sample, root) for sample in samples]
     else:
-        values = await rewards("reward", reward, samples)
+        values = await rewarded("reward", reward, samples)
     for sample, value in zip(samples, values, strict=True):
         sample.score = value
     shares: dict[Branch, float] = {}
