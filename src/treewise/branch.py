@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from treewise.kv import KVManager
 from treewise.sampler import Candidates, child_key, row_key
@@ -13,6 +13,7 @@ from treewise.tree import Node
 from treewise.turns import ChatCodec, Conversation, begun_by, next_turn, opens_reply
 
 FinishReason = Literal["stop", "length"]
+Inherited = TypeVar("Inherited")
 
 
 class Codec(Protocol):
@@ -88,13 +89,18 @@ class BranchTree:
         return (branch.tip for branch in self.alive if branch.tip is not None)
 
     def branches(self) -> Iterator[Branch]:
-        """Yield every branch there ever was, parents first, the pruned ones too."""
+        """Return every branch there ever was, parents first, the pruned ones too."""
         self.settle()
+        self.unfold()
+        return self.known_branches()
+
+    def known_branches(self) -> Iterator[Branch]:
+        """Yield the branches, parents first, perhaps without some that were pruned."""
         stack = [self.root]
         while stack:
             branch = stack.pop()
             yield branch
-            stack.extend(reversed(branch.all_children))
+            stack.extend(reversed(branch.known_children))
 
     def settle(self) -> None:
         """Make branches of all that has been decoded, as somebody may look at them now."""
@@ -509,17 +515,29 @@ class Branch:
         return below[::-1]
 
 
-def paths_of(branches: Iterable[Branch]) -> dict[Branch, tuple[int, ...]]:
-    """Return the path of each of many branches that have their ancestors in common."""
-    paths: dict[Branch, tuple[int, ...]] = {}
+def along_paths(
+    branches: Iterable[Branch], first: Inherited, step: Callable[[Inherited, Branch], Inherited]
+) -> dict[Branch, Inherited]:
+    """Return what each of many branches makes of what its parent has; the root makes it of `first`.
+
+    What they share of their paths is walked once.
+    """
+    known: dict[Branch, Inherited] = {}
     for branch in branches:
-        above = [branch]
-        while above[-1] not in paths and above[-1].parent is not None:
-            above.append(above[-1].parent)
-        path = paths.setdefault(above[-1], above[-1].path)
-        for each in above[-2::-1]:
-            path = paths[each] = path if each.ordinal is None else (*path, each.ordinal)
-    return paths
+        above: list[Branch] = []
+        here: Branch | None = branch
+        while here is not None and here not in known:
+            above.append(here)
+            here = here.parent
+        value = first if here is None else known[here]
+        for each in reversed(above):
+            value = known[each] = step(value, each)
+    return known
+
+
+def paths_of(branches: Iterable[Branch]) -> dict[Branch, tuple[int, ...]]:
+    """Return the path of each of many branches."""
+    return along_paths(branches, (), lambda path, each: path if each.ordinal is None else (*path, each.ordinal))
 
 
 def keep(branches: Sequence[Branch], values: Sequence[float], k: int) -> list[Branch]:

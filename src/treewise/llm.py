@@ -22,8 +22,8 @@ from treewise.kv import CacheStatistics, KVManager, make_pool
 from treewise.live import LiveTree
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.operations import Limits
-from treewise.outputs import completion, draw, logprobs
-from treewise.results import ProgramOutput, RequestOutput, Tree
+from treewise.outputs import completions, draw, logprobs
+from treewise.results import ProgramOutput, RequestOutput, Tree, TreeNode
 from treewise.runner import Runner
 from treewise.sampler import Candidates, row_key
 from treewise.search.beams import beams
@@ -485,7 +485,7 @@ class LLM:
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=request.tree.prompt_tokens,
             prompt_logprobs=prompt_logprobs,
-            outputs=[completion(i, branch) for i, branch in enumerate(branches)],
+            outputs=completions(branches),
             tree=self._tree(request, branches[0] if branches else None, "generate"),
         )
 
@@ -495,20 +495,21 @@ class LLM:
         while isinstance(best, list | tuple) and best:
             best = best[0]
         best = best if isinstance(best, Branch) else None
-        leaves = [b for b in request.tree.branches() if not b.pruned and not b.children and b.parent is not None]
+        leaves = [b for b in request.tree.known_branches() if not b.pruned and not b.children and b.parent is not None]
         return ProgramOutput(
             value=value,
-            best=None if best is None else completion(0, best),
-            outputs=[completion(i, branch) for i, branch in enumerate(leaves)],
+            best=None if best is None else completions([best])[0],
+            outputs=completions(leaves),
             tree=self._tree(request, best, name),
             error=request.error,
         )
 
     def _tree(self, request: Request, best: Branch | None, strategy: str) -> Tree:
-        nodes, ends = draw(request.tree)
-        return Tree(
-            nodes, request.usage(), None if best is None else ends.get(best), strategy=strategy, model=self.model_name
-        )
+        def drawn() -> tuple[list[TreeNode], int | None]:
+            nodes, ends = draw(request.tree)
+            return nodes, None if best is None else ends.get(best)
+
+        return Tree.drawn_by(drawn, usage=request.usage(), strategy=strategy, model=self.model_name)
 
 
 async def _beams(root: Branch, params: BeamSearchParams) -> tuple[None, list[Branch]]:

@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from treewise.branch import Branch, BranchTree, Codec
+from treewise.branch import Branch, BranchTree, Codec, along_paths
 from treewise.results import CompletionOutput, Logprob, NodeState, TreeNode
 from treewise.sampler import Candidates
 
 
-def completion(index: int, branch: Branch) -> CompletionOutput:
-    """Return the path of `branch` below the prompt as one answer."""
-    candidates: list[Candidates | None] = []
-    for own in branch.lineage():
-        del candidates[own.start :]
-        candidates += own.candidates
-    asked = [entry for entry in candidates if entry is not None]
-    return CompletionOutput(
-        index=index,
-        text=branch.text,
-        token_ids=branch.token_ids,
-        cumulative_logprob=branch.logprob,
-        logprobs=[logprobs(entry, branch.tree.codec) for entry in asked] or None,
-        finish_reason=branch.finish_reason,
-        stop_reason=branch.stop_reason,
-        score=branch.score,
-    )
+class _Path(NamedTuple):
+    """All tokens of a branch's path, the bytes of each, and what was likely at its place; how many were given."""
+
+    given: int
+    tokens: list[int]
+    pieces: list[bytes]
+    candidates: list[Candidates | None]
+
+    def then(self, branch: Branch) -> _Path:
+        """Return the path of `branch`, which leaves this one."""
+        at, token_bytes = branch.start, branch.tree.codec.token_bytes
+        return _Path(
+            min(self.given, at) if branch.parent is not None else len(branch.tree.prompt_tokens),
+            self.tokens[:at] + branch.tokens,
+            self.pieces[:at] + [token_bytes(token) for token in branch.tokens],
+            self.candidates[:at] + branch.candidates,
+        )
+
+
+def completions(branches: Sequence[Branch]) -> list[CompletionOutput]:
+    """Return the path of each branch below the prompt as one answer."""
+    paths = along_paths(branches, _Path(0, [], [], []), _Path.then)
+    outputs = []
+    for index, branch in enumerate(branches):
+        path = paths[branch]
+        text = b"".join(path.pieces[path.given :]).decode("utf-8", "replace")
+        asked = [entry for entry in path.candidates if entry is not None]
+        outputs.append(
+            CompletionOutput(
+                index=index,
+                text=text[: len(text) - branch.hidden_tail] if branch.hidden_tail else text,
+                token_ids=path.tokens[path.given :],
+                cumulative_logprob=branch.logprob,
+                logprobs=[logprobs(entry, branch.tree.codec) for entry in asked] or None,
+                finish_reason=branch.finish_reason,
+                stop_reason=branch.stop_reason,
+                score=branch.score,
+            )
+        )
+    return outputs
 
 
 def logprobs(candidates: Candidates, codec: Codec) -> dict[int, Logprob]:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import resources
 from os import PathLike
@@ -176,9 +176,31 @@ class Tree:
 
     nodes: list[TreeNode]
     usage: Usage = field(default_factory=Usage)
-    best: int | None = None
+    best: int | None = field(default_factory=lambda: None)
     strategy: str = ""
     model: str = ""
+
+    @classmethod
+    def drawn_by(cls, draw: Callable[[], tuple[list[TreeNode], int | None]], **facts: Any) -> Tree:
+        """Return a tree whose nodes, and which of them is the best, are found out when somebody asks for them.
+
+        A wide search leaves a hundred thousand nodes, and nobody may look.
+        """
+        tree = cls([], **facts)
+        for name in ("nodes", "best"):
+            del vars(tree)[name]
+        vars(tree)["_draw"] = draw
+        return tree
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("nodes", "best") or "_draw" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        vars(self)["nodes"], vars(self)["best"] = vars(self).pop("_draw")()
+        self.__post_init__()
+        return getattr(self, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def __post_init__(self) -> None:
         """Check what every drawing relies on."""

@@ -1,6 +1,7 @@
 """Drawings of a finished tree: stable, faithful, and safe whatever the text says."""
 
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -43,6 +44,25 @@ def test_text_drawing():
             "└─ ✗  5  (1 token, logp -3.00)",
         ]
     )
+
+
+def test_a_tree_may_be_drawn_when_somebody_looks():
+    drawn = []
+
+    def draw():
+        drawn.append(1)
+        return example().nodes, 4
+
+    facts = {"usage": example().usage, "strategy": "test"}
+    tree = Tree.drawn_by(draw, **facts)
+    assert not drawn and tree.usage.steps == 2
+    assert tree == example() and tree.to_json() == example().to_json() and drawn == [1]
+    assert pickle.loads(pickle.dumps(Tree.drawn_by(draw, **facts))) == example()
+    assert replace(Tree.drawn_by(draw, **facts), model="m").best == 4
+    with pytest.raises(ValueError, match="best: there is no node 9"):
+        _ = Tree.drawn_by(lambda: ([], 9)).best
+    with pytest.raises(AttributeError, match="'Tree' object has no attribute 'root'"):
+        _ = tree.root
 
 
 def test_only_children_are_not_indented():

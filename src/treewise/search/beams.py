@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treewise.awaitables import decode
-from treewise.branch import Branch, keep
+from treewise.branch import Branch, keep, paths_of
 from treewise.config import BeamSearchParams, check_integer
 from treewise.controller import Replay
 from treewise.grammar import Grammar
@@ -73,11 +73,13 @@ async def beams(root: Branch, params: BeamSearchParams) -> list[Branch]:
     starts = root.fork(params.num_beam_groups)
     controller = DiverseBeamSearch(params, [start.path for start in starts])
     leaves = await decode(starts, controller)
-    scores = [
-        controller.score(leaf.path, leaf.token_ids, leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens)
-        for leaf in leaves
-    ]
-    best = controller.best([leaf.path for leaf in leaves], scores)[: params.num_return_sequences]
+    paths = paths_of(leaves)
+    scores = []
+    for leaf in leaves:
+        tokens = leaf.token_ids if params.diversity_penalty else ()  # all that is asked of them is what they have paid
+        logprob, num_tokens = leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens
+        scores.append(controller.score(paths[leaf], tokens, logprob, num_tokens))
+    best = controller.best([paths[leaf] for leaf in leaves], scores)[: params.num_return_sequences]
     for i, (leaf, score) in enumerate(zip(leaves, scores, strict=True)):
         leaf.score = score
         if i not in best:

@@ -52,7 +52,7 @@ class DiverseBeamSearch:
         num_tokens : int
             How many those are.
         """
-        return self.search.score(logprob - self._paid[self._group(path)].get(tuple(tokens), 0.0), num_tokens)
+        return float(self.search.score(logprob - self._paid[self._group(path)].get(tuple(tokens), 0.0), num_tokens))
 
     def best(self, paths: Sequence[tuple[int, ...]], scores: Sequence[float]) -> list[int]:
         """Return which of some hypotheses are the best, the best first: of a group as many as it has beams."""
