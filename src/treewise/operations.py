@@ -25,7 +25,7 @@ from treewise.controller import Drawing, Leaf, Leaves, TreeView
 from treewise.kv import OutOfSlots
 from treewise.sampler import Candidates, SamplingRow, grammar_biases, invalid_rows, log_probs, ranked
 from treewise.scheduler import Lane
-from treewise.settling import settle
+from treewise.settling import settle, uncollected
 from treewise.text import Detokenizer
 from treewise.thicket import Ints, Thicket
 
@@ -406,6 +406,7 @@ class DecodeRun:
         paths = paths_of(leaves)
         return sorted(leaves, key=lambda leaf: (self.tracks[leaf].place, paths[leaf]))
 
+    @uncollected
     def settle(self) -> None:
         """Make branches of what was decoded, as all but this may look at them from now on."""
         thicket, self._thicket = self._thicket, None
@@ -417,6 +418,7 @@ class DecodeRun:
         entries = np.concatenate([thicket.ended, thicket.rows])
         lengths, bases = (column[entries] for column in (thicket.length, thicket.base))
         texts = {base: old[base].text.fork() for base in set(bases.tolist())}
+        begun = (self._decoded - thicket.length[: len(old)]).tolist()
         for leaf in self.leaves:
             del self.tracks[leaf]
         for branch, base, length, path in zip(
@@ -424,8 +426,7 @@ class DecodeRun:
         ):
             track, text = old[base], texts[base].fork()
             text.push_all(path)
-            num_decoded = track.num_decoded + length - int(thicket.length[base])
-            self.tracks[branch] = replace(track, text=text, num_decoded=num_decoded)
+            self.tracks[branch] = _Track(track.place, track.logprob, track.limit, text, None, begun[base] + length)
         for branch in ended:
             self._end(branch, branch.tokens[-1])
         self.finished += ended
@@ -439,8 +440,8 @@ class DecodeRun:
         for lane, _ in zip(self._lanes, self._logits, strict=False):
             lane.take(1)
         self._parts = []
-        order = np.argsort(entries, kind="stable").tolist()
-        self._gained = [branch for i in order if (branch := [*ended, *rows][i])]
+        gained = [*ended, *rows]
+        self._gained = [gained[i] for i in np.argsort(entries).tolist()]
 
     def _commit(
         self,

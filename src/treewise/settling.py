@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+import gc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial, wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,32 @@ from numpy.typing import NDArray
 from treewise.branch import Branch
 from treewise.kv import OutOfSlots
 from treewise.thicket import Lines, Thicket
+from treewise.tree import Node
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 MOST_ADOPTED = 16_384
 """Tokens whose keys are moved to where nodes keep theirs; others are computed again, should anybody go on from them."""
+
+
+def uncollected(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let the garbage collector wait while `function` makes thousands of objects, all of which stay.
+
+    It would look at all that there is again and again, and find nothing.
+    """
+
+    @wraps(function)
+    def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return function(*arguments, **named)
+        finally:
+            if enabled:
+                gc.enable()
+
+    return run
 
 
 class Settled(NamedTuple):
@@ -38,6 +62,11 @@ class _Chain(NamedTuple):
 
     start: int  # the entry that it begins with, the base of a leaf that goes on
     last: int
+    above: int  # the line that it has forked from, -1 for a base
+    rank: int  # which fork of that
+    forks: int
+    died: int  # since which step, 0 for living ones
+    keys: int  # how many of the tokens, from the first, have slots
     tokens: list[int]
     logprobs: list[float]
     entries: slice  # of all chains' entries
@@ -57,6 +86,7 @@ def settle(thicket: Thicket, leaves: Sequence[Branch], given: Collection[Branch]
     where : str
         By whom branches were pruned.
     """
+    thicket.finish()
     lines = thicket.lines()
     number, tree = len(leaves), leaves[0].tree
     living = np.zeros(thicket.size, bool)
@@ -65,25 +95,25 @@ def settle(thicket: Thicket, leaves: Sequence[Branch], given: Collection[Branch]
     adoption = _Adoption(thicket, entries)
     before = [leaf.logprob for leaf in leaves]
 
-    begun: dict[int, list[int]] = {}  # the lines that begin where a line ends
+    begun: dict[int, list[_Chain]] = {}  # the lines that begin where a line ends
     for chain in chains[number:]:
-        begun.setdefault(int(lines.line[thicket.parent[chain.start]]), []).append(chain.start)
+        begun.setdefault(chain.above, []).append(chain)
     branches = dict(enumerate(leaves))
     first_forks: dict[int, int] = {}
     fallen: dict[Branch, int] = {}
     for chain in chains:
-        branch, forks = branches[chain.start], int(lines.children[chain.last])
+        branch = branches[chain.start]
         branch.grow(chain.tokens, chain.logprobs, [None] * len(chain.tokens))
-        adoption.take(branch, chain.entries)
-        if forks:
-            first_forks[chain.start] = branch.num_forks
-            starts = begun.get(chain.start, [])
-            ordinals = [branch.num_forks + int(lines.rank[start]) for start in starts]
-            branches.update(
-                zip(starts, branch.branch_off(branch.num_tokens, ordinals, forks, branch.end()), strict=True)
-            )
-        if (died := int(thicket.died[chain.last])) and not (forks and branch in given):
-            fallen[branch] = died
+        if chain.keys:
+            adoption.take(branch.end(), chain)
+        if chain.forks:
+            first = first_forks[chain.start] = branch.num_forks
+            below = begun.get(chain.start, [])
+            ordinals = [first + fork.rank for fork in below]
+            forked = branch.branch_off(branch.num_tokens, ordinals, chain.forks, branch.end())
+            branches.update(zip([fork.start for fork in below], forked, strict=True))
+        if chain.died and not (chain.forks and branch in given):
+            fallen[branch] = chain.died
 
     if num_pruned := thicket.size - number - len(entries):
         tree.num_decoded += num_pruned
@@ -98,19 +128,20 @@ def _chains(thicket: Thicket, lines: Lines, starts: NDArray[np.bool_]) -> tuple[
     entries = np.flatnonzero(starts[lines.line[number:]]) + number
     entries = entries[np.argsort(lines.line[entries], kind="stable")]
     begins = np.flatnonzero(starts)
-    bounds = np.searchsorted(lines.line[entries], np.append(begins, thicket.size)).tolist()
-    tokens, logprobs, all_entries = (
-        column.tolist() for column in (thicket.token[entries], thicket.logprob[entries], entries)
-    )
+    bounds = np.searchsorted(lines.line[entries], np.append(begins, thicket.size))
+    sizes = np.diff(bounds)
+    last = begins.copy()
+    last[sizes > 0] = entries[bounds[1:][sizes > 0] - 1]
+    slots_before = np.concatenate([[0], np.cumsum(thicket.slot[entries] >= 0)])
+    parent = thicket.parent[begins]
+    columns = (
+        begins, last, np.where(parent < 0, -1, lines.line[parent]), lines.rank[begins], lines.children[last],
+        thicket.died[last], np.diff(slots_before[bounds]), bounds[:-1], bounds[1:],
+    )  # fmt: skip
+    tokens, logprobs = thicket.token[entries].tolist(), thicket.logprob[entries].tolist()
     return entries, [
-        _Chain(
-            start,
-            all_entries[high - 1] if high > low else start,
-            tokens[low:high],
-            logprobs[low:high],
-            slice(low, high),
-        )
-        for start, low, high in zip(begins.tolist(), bounds[:-1], bounds[1:], strict=True)
+        _Chain._make((*facts, tokens[low:high], logprobs[low:high], slice(low, high)))
+        for *facts, low, high in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
 
@@ -142,15 +173,14 @@ def _unfold(
     touched: dict[Branch, None] = {}
     for chain in chains:
         above = int(thicket.parent[chain.start])
-        line = int(lines.line[above])
-        parent, base = branches[line], int(thicket.base[above])
-        ordinal = first_forks.get(line, 0) + int(lines.rank[chain.start])
+        parent, base = branches[chain.above], int(thicket.base[above])
+        ordinal = first_forks.get(chain.above, 0) + chain.rank
         branch = branches[chain.start] = Branch(parent.tree, parent, int(thicket.length[above]), ordinal)
         branch.tokens, branch.logprobs = chain.tokens, [*chain.logprobs]
         branch.candidates = [None] * len(chain.tokens)
         branch.logprob = before[base] + float(thicket.total[chain.last] - thicket.total[base])
-        branch.num_forks = int(lines.children[chain.last])
-        branch.state = f"pruned at {where} step {thicket.died[chain.last]}"
+        branch.num_forks = chain.forks
+        branch.state = f"pruned at {where} step {chain.died}"
         del branch.tree.alive[branch]
         parent.known_children.append(branch)
         touched[parent] = None
@@ -166,15 +196,13 @@ class _Adoption:
         self._keys = thicket.give_back(entries)
         self._left = MOST_ADOPTED
 
-    def take(self, branch: Branch, entries: slice) -> None:
-        """Take the keys of `entries`, the last tokens of `branch`, as far as these have any."""
-        node, keys = branch.end(), self._keys[entries]
-        keys = keys[: np.argmin(np.append(keys, -1) >= 0)]
-        begins = node.computed == len(node.tokens) - (entries.stop - entries.start)
+    def take(self, node: Node, chain: _Chain) -> None:
+        """Take the keys of `chain`, whose tokens are the last of `node`."""
+        begins = node.computed == len(node.tokens) - len(chain.tokens)
         follows = node.parent is None or node.parent.computed == len(node.parent.tokens)
-        if begins and follows and 0 < len(keys) <= self._left:
+        if begins and follows and chain.keys <= self._left:
             try:
-                self._kv.adopt(node, keys)
-                self._left -= len(keys)
+                self._kv.adopt(node, self._keys[chain.entries][: chain.keys])
+                self._left -= chain.keys
             except OutOfSlots:
                 self._left = 0

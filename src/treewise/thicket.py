@@ -165,9 +165,12 @@ class Thicket:
         self.slot[self.rows] = self._free[left:][::-1]
         self._free = self._free[:left]
 
+    def finish(self) -> None:
+        """Have no more rows computed: those that wait for it give up their slots."""
+        self.slot[self.rows[self.num_computed :]] = -1
+
     def give_back(self, entries: Ints) -> Ints:
         """Give all slots back to the pool; return where the keys of `entries` lie until the next forward, or -1."""
-        self.slot[self.rows[self.num_computed :]] = -1
         keys = self.kv.origins(self.slot[entries].astype(np.int32))
         for slots in self._borrowed:
             self.kv.take_back(slots)

@@ -80,10 +80,10 @@ async def beams(root: Branch, params: BeamSearchParams) -> list[Branch]:
         logprob, num_tokens = leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens
         scores.append(controller.score(paths[leaf], tokens, logprob, num_tokens))
     best = controller.best([paths[leaf] for leaf in leaves], scores)[: params.num_return_sequences]
-    for i, (leaf, score) in enumerate(zip(leaves, scores, strict=True)):
+    for leaf, score in zip(leaves, scores, strict=True):
         leaf.score = score
-        if i not in best:
-            leaf.prune()
+    for i in sorted(set(range(len(leaves))).difference(best)):
+        leaves[i].prune()
     return [leaves[i] for i in best]
 
 

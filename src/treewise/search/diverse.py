@@ -99,6 +99,8 @@ class DiverseBeamSearch:
         return Rows([parent for parent, _ in rows], [token for _, token in rows])
 
     def _group(self, path: tuple[int, ...]) -> int:
+        if len(self.starts) == 1:
+            return 0
         return next(i for i, start in enumerate(self.starts) if path[: len(start)] == start)
 
     @staticmethod
