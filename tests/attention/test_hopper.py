@@ -110,6 +110,6 @@ class TestOnGPU:
     def test_it_serves_common_shapes_only(self, dtype):
         hopper = importlib.import_module(NAME)
         q, k = torch.randn(40, 8, 128, device="cuda").to(dtype), torch.randn(99, 2, 128, device="cuda").to(dtype)
-        assert hopper.suits(q, k, k, 128) and not hopper.suits(q, k, k, 32)
+        assert hopper.suits(q, k, k, 128) and not hopper.suits(q, k, k, 256)
         odd = torch.randn(99, 2, 129, device="cuda").to(dtype)[..., :128]
         assert not hopper.suits(q, odd, odd, 128) and not hopper.suits(q, k.float(), k.float(), 128)

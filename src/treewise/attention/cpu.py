@@ -138,20 +138,20 @@ def _prepare(plan: Plan) -> _Work:
     rows = plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]
     tokens = plan.items[:, KV_END] - plan.items[:, KV_START]
     alone = rows.astype(np.int64) * tokens >= ALONE
-    calls = [(np.array([item]), rows[item], tokens[item]) for item in np.flatnonzero(alone)]
+    calls = list(np.flatnonzero(alone)[:, None])
     small = np.flatnonzero(~alone)
     shapes = np.stack([_round_up(rows[small]), _round_up(tokens[small])], axis=1)
     kinds, kind = np.unique(shapes, axis=0, return_inverse=True)
-    for number, (most_rows, most_tokens) in enumerate(kinds):
+    for number, (_, most_tokens) in enumerate(kinds):
         members = small[kind.reshape(-1) == number]
         size = max(1, BATCH // int(most_tokens * plan.num_kv_heads * plan.head_dim))
-        calls += [(members[first : first + size], most_rows, most_tokens) for first in range(0, len(members), size)]
+        calls += [members[first : first + size] for first in range(0, len(members), size)]
     place = np.empty(plan.num_rows + plan.num_entries, np.int64)  # of results: those of rows, then the partial ones
     parts, end = [], 0
-    for members, most_rows, most_tokens in calls:
-        row, places = _rows(plan, members, most_rows)
+    for members in calls:
+        row, places = _rows(plan, members, int(rows[members].max()))
         place[places[places >= 0]] = end + np.flatnonzero(places >= 0)
-        parts.append(_part(plan, members, row, most_tokens))
+        parts.append(_part(plan, members, row, int(tokens[members].max())))
         end += places.size
     counts = np.diff(plan.reduce_indptr)
     most = int(counts.max(initial=1))

@@ -40,7 +40,7 @@ def suits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: int) -> boo
     It also needs interval masks or none, and neither a window nor a soft cap nor factors of 8-bit keys.
     """
     return (
-        32 < packed <= 128
+        packed <= 128
         and q.dtype in (torch.float16, torch.bfloat16)
         and k.dtype == v.dtype == q.dtype
         and q.shape[2] in (64, 128)

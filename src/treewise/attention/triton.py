@@ -16,7 +16,7 @@ from treewise.plan import Plan
 from treewise.plan.data import FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
 from treewise.plan.devices import capability, multiprocessors
 from treewise.plan.layout import ranges
-from treewise.plan.partition import SHORT
+from treewise.plan.partition import BOUNDS, SHORT
 from treewise.plan.spec import Ints
 
 LOG2_E = kernels.LOG2_E.value
@@ -178,7 +178,9 @@ class HopperBackend(TritonBackend):
         plan, scoring = step.plan, step.scoring
         plain = plan.window is None and scoring.soft_cap is None and scoring.k_scale is None and scoring.v_scale is None
         masks = plan.method != "vanilla" and (plan.mask == "intervals" or not launch.masked)
-        if plain and masks and hopper.suits(step.q, step.k, step.v, launch.packed):
+        # Narrow items of methods that have only such are for the Triton kernel, whose rows are 16.
+        wide = launch.packed > BOUNDS[0] or not plan.kernel_bounds
+        if plain and masks and wide and hopper.suits(step.q, step.k, step.v, launch.packed):
             hopper.attend(
                 step.q, step.k, step.v, step.out, step.lse, step.parts, step.part_lse, plan.tensors,
                 launch.first, launch.num_items, launch.packed, launch.masked, step.work.ordered,
