@@ -126,7 +126,7 @@ class Runner:
         for copy in kv.take_copies():
             self._copy(copy)
         rows = np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv)))
-        if self.graphs is not None and batch.can_grow and (logits := self.graphs.run(rows, plans)) is not None:
+        if self.graphs is not None and batch.is_decoding and (logits := self.graphs.run(rows, plans)) is not None:
             whole = batch.logit_rows == list(range(batch.num_rows))
             return logits if whole else logits[self._upload(np.asarray(batch.logit_rows))]
         tokens, positions, slots = self._upload(rows)
