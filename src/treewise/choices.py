@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treewise.sampler import SamplingRow, edited_logits, invalid_rows, random_words, sample
+from treewise.sampler import SamplingRow, edited_logits, random_words, sample
 
 
 class Choice(NamedTuple):
@@ -23,30 +23,41 @@ class Choice(NamedTuple):
     logprob : float
         Its natural log-probability by the raw logits.
     valid : bool
-        Whether the logits were numbers; the token means nothing otherwise.
+        Whether the logits were numbers; the rest means nothing otherwise.
+    certainty : float
+        How far the raw logits' distribution is from uniform, see `treewise.search.self_certainty`.
     """
 
     token: int
     logprob: float
     valid: bool
+    certainty: float
 
 
 def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> list[Choice]:
     """Choose the next token of each row, see `sample`, and bring what there is to know about it to the host at once."""
     if logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
-        tokens, log_totals, invalid = _draw_fused(logits, rows, eos_token_ids)
+        tokens, tops, log_totals, means = _draw_fused(logits, rows, eos_token_ids)
     else:
-        tokens, log_totals = sample(logits, rows, eos_token_ids), logits.logsumexp(dim=-1)
-        invalid = invalid_rows(logits)
+        tokens, tops = sample(logits, rows, eos_token_ids), logits.amax(dim=-1)
+        log_totals, means = _statistics(logits, tops)
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_totals
-    packed = torch.stack((tokens.double(), logprobs.double(), (~invalid).double()), dim=1).tolist()
-    return [Choice(int(token), logprob, bool(valid)) for token, logprob, valid in packed]
+    certainties = log_totals - means - math.log(logits.shape[1])
+    told = (tokens, logprobs, tops.isfinite(), certainties)
+    packed = torch.stack([each.double() for each in told], dim=1).tolist()
+    return [Choice(int(token), logprob, bool(valid), certainty) for token, logprob, valid, certainty in packed]
+
+
+def _statistics(logits: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp of each row, whose largest is given, and the mean."""
+    # The largest probability is exp(top - log-sum-exp); a softmax takes half the time of a log-sum-exp.
+    return tops - torch.softmax(logits, dim=-1).amax(dim=-1).log_(), logits.mean(dim=-1)
 
 
 def _draw_fused(
     logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `sample` does in few kernels; return tokens, log-sum-exp of the raw logits, and `invalid_rows`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what `sample` does in few kernels; return tokens, and of the raw logits the largest and `_statistics`."""
     # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
     from treewise import draws
 
@@ -64,7 +75,8 @@ def _draw_fused(
         lowest = draws.floors(edited, tops, temperatures, min_p, there[3], top_p)
     else:
         lowest = torch.full_like(tops, -math.inf)
-    tokens, log_totals = draws.draw(edited, tops, temperatures, lowest, there[4:].T.contiguous())
-    if edited is logits:
-        return tokens, log_totals, ~tops.isfinite()
-    return tokens, logits.logsumexp(dim=-1), invalid_rows(logits)
+    tokens, log_totals, means = draws.draw(edited, tops, temperatures, lowest, there[4:].T.contiguous())
+    if edited is not logits:
+        tops = logits.amax(dim=-1)
+        log_totals, means = _statistics(logits, tops)
+    return tokens, tops, log_totals, means

@@ -218,10 +218,18 @@ class Drawing:
     """A controller that continues every leaf with one token drawn as `params` says.
 
     The engine draws for all such controllers of a step at once, without calling `step`.
+
+    Attributes
+    ----------
+    params : SamplingParams
+    observe : callable or None
+        Called with the path of each leaf that is drawn for, and the self-certainty of the distribution before the
+        token, see `treewise.choices.Choice`.
     """
 
     params: SamplingParams
     stopping: SamplingParams
+    observe: Callable[[tuple[int, ...], float], None] | None = None
 
 
 class Sample(Drawing):

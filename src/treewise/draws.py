@@ -60,7 +60,7 @@ def draw(
     temperatures: torch.Tensor,
     lowest: torch.Tensor,
     words: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw a token for each row, or take the most likely one where the temperature is 0.
 
     Parameters
@@ -78,18 +78,21 @@ def draw(
         The lowest of equally good ones.
     log_totals : Tensor [rows] float32
         Natural logarithm of the sum of exponentials of each row's logits.
+    means : Tensor [rows] float32
+        Mean of each row's logits.
     """
     rows, vocab_size = logits.shape
     best = torch.empty((rows, PARTS), dtype=torch.float32, device=logits.device)
     token = torch.empty((rows, PARTS), dtype=torch.int64, device=logits.device)
-    total = torch.empty_like(best)
+    sums = torch.empty((2, rows, PARTS), dtype=torch.float32, device=logits.device)
     length = triton.cdiv(triton.cdiv(vocab_size, PARTS), BLOCK) * BLOCK
     draw_parts[(rows, PARTS)](
-        logits, tops, temperatures, lowest, words, best, token, total, logits.stride(0), vocab_size, length,
+        logits, tops, temperatures, lowest, words, best, token, *sums, logits.stride(0), vocab_size, length,
         PARTS=PARTS, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     part = best.argmax(dim=1, keepdim=True)  # the first of equally good parts has the lowest tokens
-    return token.gather(1, part)[:, 0], tops + total.sum(dim=1).log()
+    exponentials, differences = sums.sum(dim=2)
+    return token.gather(1, part)[:, 0], tops + exponentials.log(), tops + differences / vocab_size
 
 
 @triton.jit
@@ -179,10 +182,13 @@ def _noise(column, word, offset):
 
 @triton.jit
 def draw_parts(
-    logits, tops, temperatures, lowest, words, best, token, total, stride, size, length,
+    logits, tops, temperatures, lowest, words, best, token, exponentials, differences, stride, size, length,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Best token of a part of a row, and the part's sum of exponentials: grid (rows, PARTS)."""
+    """Best token of a part of a row, and the part's sums of logits less the top, and their exponentials.
+
+    The grid is (rows, PARTS).
+    """
     row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * stride
     top, temperature, low = tl.load(tops + row), tl.load(temperatures + row), tl.load(lowest + row)
@@ -190,12 +196,14 @@ def draw_parts(
     offset = tl.load(words + 2 * row + 1).to(tl.uint32, bitcast=True)
     best_value = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.full([BLOCK], 2147483647, tl.int32)
-    summed = tl.zeros([BLOCK], tl.float32)
+    exponential = tl.zeros([BLOCK], tl.float32)
+    difference = tl.zeros([BLOCK], tl.float32)
     end = tl.minimum(size, (part + 1) * length)
     for first in range(part * length, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
         logit = tl.load(logits + column, mask=column < end, other=float("-inf")) - top
-        summed += tl.exp(logit)
+        exponential += tl.exp(logit)
+        difference += tl.where(column < end, logit, 0.0)
         value = logit
         if temperature > 0:
             value = logit / temperature
@@ -207,4 +215,5 @@ def draw_parts(
     tl.store(best + row * PARTS + part, highest)
     first_best = tl.min(tl.where(best_value == highest, best_token, 2147483647), 0)
     tl.store(token + row * PARTS + part, tl.minimum(first_best, size - 1).to(tl.int64))
-    tl.store(total + row * PARTS + part, tl.sum(summed, 0))
+    tl.store(exponentials + row * PARTS + part, tl.sum(exponential, 0))
+    tl.store(differences + row * PARTS + part, tl.sum(difference, 0))

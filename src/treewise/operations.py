@@ -345,6 +345,9 @@ class DecodeRun:
         drawn = [self._drawn[leaf] for leaf in leaves]
         if not all(choice.valid for choice in drawn):
             raise InvalidLogits
+        if isinstance(self.controller, Drawing) and self.controller.observe is not None:
+            for leaf, choice in zip(leaves, drawn, strict=True):
+                self.controller.observe(leaf.path, choice.certainty)
         tokens, parents = [choice.token for choice in drawn], list(range(len(drawn)))
         asks = self.stopping.logprobs is not None
         logprobs = log_probs(gather_rows([self._logits[leaf] for leaf in leaves])) if asks else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, cast
 
@@ -129,9 +129,13 @@ def random_words(rows: Sequence[SamplingRow]) -> NDArray[np.int32]:
 
 def _gumbel(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor:
     """Gumbel noise [rows, vocab] that depends on (key, position, token id) and nothing else."""
-    halves = torch.from_numpy(random_words(rows)).to(device)
-    bits = _token_words(vocab_size, device) * (halves[:, :1] | 1)
-    bits += halves[:, 1:]
+    return _noise(torch.from_numpy(random_words(rows)).to(device), _token_words(vocab_size, device))
+
+
+def _noise(words: Tensor, token_words: Tensor) -> Tensor:
+    """Gumbel noise from the random words of rows [rows, 2] and those of tokens, [tokens] or [rows, tokens]."""
+    bits = token_words * (words[:, :1] | 1)
+    bits += words[:, 1:]
     uniform = _scramble32(bits).bitwise_and_(0x7FFFFFFF).to(torch.float32)
     # An exponential variate from the fine end of the floats near 0, where winning tokens lie. The clamp keeps it
     # finite, so that a token of probability 1 always wins.
@@ -237,50 +241,69 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]  # [rows, 1]
 
 
-# The three cuts below return the lowest logit [rows, 1] that each row keeps, given its setting [rows, 1]. Equal logits
-# are kept or cut together, so what a row keeps depends neither on the order of a sort nor on the rest of the batch.
+def _is_cut(params: SamplingParams) -> bool:
+    return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
 
 
-def _min_p_floor(logits: Tensor, min_p: Tensor) -> Tensor:
-    return logits.amax(dim=-1, keepdim=True) + min_p.log()
+def _lowest(best: Tensor, total: Tensor, params: Sequence[SamplingParams], whole: bool) -> tuple[Tensor, Tensor]:
+    """Find the lowest logit [rows, 1] that min-p, then top-k, then top-p over what the two left keep of each row.
+
+    Equal logits are kept or cut together, so what a row keeps depends neither on the order of a sort nor on the rest
+    of the batch.
+
+    Parameters
+    ----------
+    best : Tensor [rows, count]
+        A row's highest logits, in order; the first is 0.
+    total : Tensor [rows, 1]
+        Log-sum-exp of all its logits.
+    params : sequence of SamplingParams
+    whole : bool
+        Whether these are all its logits.
+
+    Returns
+    -------
+    lowest : Tensor [rows, 1]
+    known : Tensor [rows, 1] of bool
+        Whether it is sure, and all that is kept is among `best`.
+    """
+    count = best.shape[1]
+    limited = torch.tensor([[p.min_p > 0 or p.top_k > 0] for p in params], device=best.device)
+    top_k = torch.tensor([[p.top_k] for p in params], device=best.device)
+    kth = best.gather(1, (top_k - 1).clamp_(0, count - 1)).masked_fill_(top_k < 1, -math.inf)
+    lowest = torch.maximum(_column([p.min_p for p in params], best).log(), kth)
+    left = best.masked_fill(best < lowest, -math.inf)
+    known = best[:, -1:] < lowest
+    total = torch.where(limited, left.logsumexp(dim=-1, keepdim=True), total)
+    top_p = _column([p.top_p if p.top_p < 1 else math.inf for p in params], best)
+    num_short = ((left - total).exp_().cumsum(dim=-1) < top_p).sum(dim=-1, keepdim=True)
+    reaching = best.gather(1, num_short.clamp(max=count - 1)).masked_fill_(num_short == count, -math.inf)
+    lowest = torch.maximum(lowest, reaching)
+    return lowest, known | (~limited & (best[:, -1:] < lowest)) | whole
 
 
-def _top_k_floor(logits: Tensor, top_k: Tensor) -> Tensor:
-    best = logits.topk(int(top_k.max()), dim=-1).values
-    return best.gather(1, top_k.long() - 1)
+def _draw_cut(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Draw from what cuts leave of logits whose largest is 0.
 
-
-def _top_p_floor(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Look at more and more of the most likely tokens until each row's reach its `top_p`: full sorts are rare."""
-    vocab_size = logits.shape[-1]
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    floor = torch.full_like(total, -math.inf)  # stays where rounding keeps even the whole sum below top_p
-    open_rows = torch.arange(logits.shape[0], device=logits.device)
-    count = 0
-    while open_rows.numel() and count < vocab_size:
-        count = min(max(128, 8 * count), vocab_size)
-        best = logits[open_rows].topk(count, dim=-1).values
-        reached = (best - total[open_rows]).exp_().cumsum(dim=-1)
-        num_short = (reached < top_p[open_rows]).sum(dim=-1)
-        done = num_short < count
-        floor[open_rows[done]] = best[done].gather(1, num_short[done, None])
-        open_rows = open_rows[~done]
-    return floor
-
-
-def _cut(logits: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Apply min-p, then top-k, then top-p (over what the two left) to the rows that ask for them, in place."""
-    cuts: list[tuple[Callable[[Tensor, Tensor], Tensor], dict[int, float]]] = [
-        (_min_p_floor, {i: p.min_p for i, p in enumerate(params) if p.min_p > 0}),
-        (_top_k_floor, {i: p.top_k for i, p in enumerate(params) if 0 < p.top_k < logits.shape[-1]}),
-        (_top_p_floor, {i: p.top_p for i, p in enumerate(params) if p.top_p < 1}),
-    ]
-    for find_floor, settings in cuts:
-        if settings:
-            index = torch.tensor(list(settings), device=logits.device)
-            rows = logits[index]
-            floor = find_floor(rows, _column(list(settings.values()), logits))
-            logits[index] = rows.masked_fill_(rows < floor, -math.inf)
+    Looks at more and more of the most likely tokens until all that a row keeps are among them: full sorts are rare.
+    """
+    vocab_size, device = logits.shape[-1], logits.device
+    words = torch.from_numpy(random_words(rows)).to(device)
+    total = -torch.softmax(logits, dim=-1).amax(dim=-1, keepdim=True).log_()
+    drawn = torch.zeros(len(rows), dtype=torch.int64, device=device)
+    open_rows = list(range(len(rows)))
+    count = min(max(128, *(1 + row.params.top_k for row in rows)), vocab_size)
+    while open_rows:
+        whole = len(open_rows) == len(rows)
+        best, tokens = (logits if whole else logits[open_rows]).topk(count, dim=-1)
+        params = [rows[i].params for i in open_rows]
+        lowest, known = _lowest(best, total if whole else total[open_rows], params, count == vocab_size)
+        best = best.masked_fill_(best < lowest, -math.inf)
+        best += _noise(words[open_rows], _token_words(vocab_size, device)[tokens])
+        drawn[open_rows] = tokens.gather(1, best.argmax(dim=-1, keepdim=True))[:, 0]
+        open_rows = [i for i, done in zip(open_rows, known[:, 0].tolist(), strict=True) if not done]
+        count = min(8 * count, vocab_size)
+    return drawn
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -288,7 +311,8 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     # The maximum is taken off first: a small temperature then overflows to -inf only, never to inf - inf.
     logits -= logits.amax(dim=-1, keepdim=True)
     logits /= _column([row.params.temperature for row in rows], logits)
-    _cut(logits, [row.params for row in rows])
+    if _is_cut(rows[0].params):
+        return _draw_cut(logits, rows)
     logits += _gumbel(rows, logits.shape[-1], logits.device)
     return logits.argmax(dim=-1)
 
@@ -316,12 +340,15 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
         Token ids. Greedy rows take the lowest of equally likely ids.
     """
     logits = edited_logits(logits, rows, eos_token_ids)
-    tokens = logits.argmax(dim=-1)
-    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    kinds: dict[bool | None, list[int]] = defaultdict(list)  # rows that are alike: greedy, cut or neither
+    for i, row in enumerate(rows):
+        kinds[None if row.params.is_greedy else _is_cut(row.params)].append(i)
     # On a CPU blocks that fit its cache take half the time; a GPU wants all the work at once.
     size = max(1, _CACHED_LOGITS // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
-    for start in range(0, len(drawn), size):
-        block = drawn[start : start + size]
-        index = torch.tensor(block, device=logits.device)
-        tokens[index] = _draw(logits[index], [rows[i] for i in block])
+    for kind, alike in kinds.items():
+        for start in range(0, len(alike), size):
+            block = alike[start : start + size]
+            mine = logits[block]
+            tokens[block] = mine.argmax(dim=-1) if kind is None else _draw(mine, [rows[i] for i in block])
     return tokens

@@ -12,7 +12,8 @@ from treewise.choices import choose
 from treewise.config import SamplingParams
 from treewise.constraint import Lexicon
 from treewise.grammar import Grammar
-from treewise.sampler import SamplingRow, _min_p_floor, _top_k_floor, _top_p_floor, log_probs, row_key, sample
+from treewise.sampler import SamplingRow, _lowest, log_probs, row_key, sample
+from treewise.search import self_certainty
 
 PARAMS = [
     SamplingParams(temperature=0),
@@ -47,6 +48,7 @@ def drawn_alike(vocab_size, device):
     exact = log_probs(logits)
     for row, choice in enumerate(choices):
         assert choice.valid and math.isclose(choice.logprob, float(exact[row, choice.token]), abs_tol=1e-4)
+        assert math.isclose(choice.certainty, float(self_certainty(exact[row])), abs_tol=1e-4)
 
 
 def rows_under_grammars_are_drawn_alike(device):
@@ -93,14 +95,13 @@ def floors_alike(device):
     tops, temperatures = logits.amax(-1), torch.tensor([0.5, 1.0, 2.0] * 4).to(device)
     scaled = (logits - tops[:, None]) / temperatures[:, None]
     nothing = {"min_p": 0.0, "top_k": 5000, "top_p": 1.0}
-    for name, value, find in (
-        ("min_p", 0.05, _min_p_floor), ("top_k", 17, _top_k_floor), ("top_k", 4999, _top_k_floor),
-        ("top_p", 0.3, _top_p_floor), ("top_p", 0.99, _top_p_floor),
-    ):  # fmt: skip
-        settings = nothing | {name: value}
+    best, total = scaled.sort(dim=-1, descending=True).values, scaled.logsumexp(dim=-1, keepdim=True)
+    for cut in ({"min_p": 0.05}, {"top_k": 17}, {"top_k": 4999}, {"top_p": 0.3}, {"top_p": 0.99}):
+        settings = nothing | cut
         tensors = [torch.full_like(tops, settings[key]) for key in ("min_p", "top_k", "top_p")]
         lowest = draws.floors(logits, tops, temperatures, tensors[0], tensors[1].int(), tensors[2])
-        theirs = find(scaled, tensors[list(nothing).index(name)][:, None])
+        theirs, known = _lowest(best, total, [SamplingParams(**cut)] * 12, whole=True)
+        assert known.all()
         assert torch.equal(scaled >= lowest[:, None], scaled >= theirs)
     kept = draws.floors(logits, tops, torch.zeros_like(tops), tensors[0], tensors[1].int(), tensors[2] * 0.1)
     assert (kept == -math.inf).all()  # greedy rows

@@ -8,7 +8,7 @@ from collections import defaultdict
 from torch import Tensor
 
 from treewise.config import SamplingParams
-from treewise.controller import Rows, Sample, TreeView
+from treewise.controller import Sample
 
 
 def self_certainty(logprobs: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def self_certainty(logprobs: Tensor) -> Tensor:
     return -logprobs.mean(dim=-1) - math.log(logprobs.shape[-1])
 
 
-class CertaintySample:
+class CertaintySample(Sample):
     """Draw as `Sample` does, the same tokens, and keep the self-certainty of the distribution before each.
 
     Attributes
@@ -39,15 +39,9 @@ class CertaintySample:
     """
 
     def __init__(self, params: SamplingParams) -> None:
-        self.stopping = params
+        super().__init__(params)
         self.values: dict[tuple[int, ...], list[float]] = defaultdict(list)
-        self._sample = Sample(params)
-
-    def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
-        """Measure the model's own distributions, then draw from them as the parameters say."""
-        for leaf, value in zip(tree.leaves, self_certainty(logprobs).tolist(), strict=True):
-            self.values[leaf.path].append(value)
-        return self._sample.step(tree, logprobs)
+        self.observe = lambda path, certainty: self.values[path].append(certainty)
 
     def mean(self, path: tuple[int, ...]) -> float:
         """Return the mean over the tokens of a branch; 0 where none was decoded."""
