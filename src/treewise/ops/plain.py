@@ -49,10 +49,8 @@ def rms_norm(
     """See `treewise.ops.rms_norm`."""
     if residual is not None:
         x = residual + x
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    normed = (wide * (1.0 + weight.float())).to(x.dtype) if offset else weight * wide.to(x.dtype)
-    return normed, x
+    wide = F.rms_norm(x.float(), weight.shape, eps=eps)
+    return (wide * (1.0 + weight.float())).to(x.dtype) if offset else weight * wide.to(x.dtype), x
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
@@ -63,12 +61,13 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 def rotate(heads: Heads, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a layer's queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], ready to attend."""
-    counts = (heads.stacked.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
-    q, k, v = heads.stacked.split(counts, dim=1)
+    counts = (heads.stacked.shape[1] - 2 * num_kv_heads, num_kv_heads)
+    turned, v = heads.stacked.split((sum(counts), num_kv_heads), dim=1)
     if heads.q_norm is not None and heads.k_norm is not None:
-        q, _ = rms_norm(q, heads.q_norm, heads.eps, heads.offset)
-        k, _ = rms_norm(k, heads.k_norm, heads.eps, heads.offset)
-    return _turn(q, heads), _turn(k, heads), v
+        norms = zip(turned.split(counts, dim=1), (heads.q_norm, heads.k_norm), strict=True)
+        turned = torch.cat([rms_norm(x, weight, heads.eps, heads.offset)[0] for x, weight in norms], dim=1)
+    q, k = _turn(turned, heads).split(counts, dim=1)
+    return q, k, v
 
 
 def rotate_and_store(
@@ -82,5 +81,8 @@ def rotate_and_store(
 
 def _turn(x: Tensor, heads: Heads) -> Tensor:
     cos, sin = heads.cos[:, None], heads.sin[:, None]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    pairs = x.unflatten(-1, (2, -1))
+    turned = pairs * cos[:, :, None]
+    turned[:, :, 0] -= pairs[:, :, 1] * sin
+    turned[:, :, 1] += pairs[:, :, 0] * sin
+    return turned.flatten(-2)
