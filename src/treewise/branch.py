@@ -535,9 +535,28 @@ def along_paths(
     return known
 
 
-def paths_of(branches: Iterable[Branch]) -> dict[Branch, tuple[int, ...]]:
-    """Return the path of each of many branches."""
-    return along_paths(branches, (), lambda path, each: path if each.ordinal is None else (*path, each.ordinal))
+def depth_first(branches: Iterable[Branch]) -> list[Branch]:
+    """Return branches of one tree in the order of their paths."""
+    wanted = set(branches)
+    below: dict[Branch | None, list[Branch]] = {}
+    known: set[Branch] = set()
+    for branch in wanted:
+        here: Branch | None = branch
+        while here is not None and here not in known:
+            known.add(here)
+            below.setdefault(here.parent, []).append(here)
+            here = here.parent
+    order, stack = [], below.get(None, [])
+    while stack:
+        branch = stack.pop()
+        if branch in wanted:
+            order.append(branch)
+        stack.extend(sorted(below.get(branch, ()), key=_ordinal, reverse=True))
+    return order
+
+
+def _ordinal(branch: Branch) -> int:
+    return -1 if branch.ordinal is None else branch.ordinal
 
 
 def keep(branches: Sequence[Branch], values: Sequence[float], k: int) -> list[Branch]:

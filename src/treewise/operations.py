@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.awaitables import Decode, Observe, Operation, name_of
-from treewise.branch import Branch, BranchTree, paths_of
+from treewise.branch import Branch, BranchTree, depth_first
 from treewise.budgets import Budget, Cancelled
 from treewise.choices import Choice, choose
 from treewise.config import SamplingParams
@@ -405,9 +405,8 @@ class DecodeRun:
         if len(going) and not self.stopped:
             return None
         self.settle()
-        leaves = [leaf for leaf in [*self.finished, *self.leaves] if leaf.alive]
-        paths = paths_of(leaves)
-        return sorted(leaves, key=lambda leaf: (self.tracks[leaf].place, paths[leaf]))
+        leaves = depth_first(leaf for leaf in [*self.finished, *self.leaves] if leaf.alive)
+        return sorted(leaves, key=lambda leaf: self.tracks[leaf].place)
 
     @uncollected
     def settle(self) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from treewise.branch import Branch, BranchTree, Codec, along_paths
 from treewise.results import CompletionOutput, Logprob, NodeState, TreeNode
 from treewise.sampler import Candidates
+from treewise.settling import uncollected
 
 
 class _Path(NamedTuple):
@@ -29,6 +30,7 @@ class _Path(NamedTuple):
         )
 
 
+@uncollected
 def completions(branches: Sequence[Branch]) -> list[CompletionOutput]:
     """Return the path of each branch below the prompt as one answer."""
     paths = along_paths(branches, _Path(0, [], [], []), _Path.then)
@@ -36,7 +38,7 @@ def completions(branches: Sequence[Branch]) -> list[CompletionOutput]:
     for index, branch in enumerate(branches):
         path = paths[branch]
         text = b"".join(path.pieces[path.given :]).decode("utf-8", "replace")
-        asked = [entry for entry in path.candidates if entry is not None]
+        asked = [entry for entry in path.candidates if entry is not None] if any(path.candidates) else []
         outputs.append(
             CompletionOutput(
                 index=index,
@@ -62,6 +64,7 @@ def plain(tokens: Sequence[int], codec: Codec) -> str:
     return b"".join(codec.token_bytes(token) for token in tokens).decode("utf-8", "replace")
 
 
+@uncollected
 def draw(tree: BranchTree) -> tuple[list[TreeNode], dict[Branch, int]]:
     """Return the drawing's nodes, parents first, and the node in which each branch ends.
 

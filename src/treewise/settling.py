@@ -18,7 +18,7 @@ from treewise.tree import Node
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
-MOST_ADOPTED = 16_384
+MOST_ADOPTED = 4096
 """Tokens whose keys are moved to where nodes keep theirs; others are computed again, should anybody go on from them."""
 
 

@@ -151,9 +151,12 @@ class Detokenizer:
     def fork(self) -> Self:
         """Return an independent copy, cheap however long the stop list is."""
         copy = type(self).__new__(type(self))
-        for name in Detokenizer.__slots__:
-            setattr(copy, name, getattr(self, name))
-        copy._open_starts, copy._unread = self._open_starts.copy(), self._unread.copy()
+        copy._tokenizer, copy._stops = self._tokenizer, self._stops
+        copy._include_stop, copy._min_tokens = self._include_stop, self._min_tokens
+        copy._pending, copy._open_starts = self._pending, self._open_starts.copy()
+        copy._emitted, copy._ended = self._emitted, self._ended
+        copy._text, copy._unread = self._text, self._unread.copy()
+        copy.stopped, copy.num_tokens = self.stopped, self.num_tokens
         return copy
 
     def completes(self, token: int) -> bool:

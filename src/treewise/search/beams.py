@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treewise.awaitables import decode
-from treewise.branch import Branch, keep, paths_of
+from treewise.branch import Branch, keep
 from treewise.config import BeamSearchParams, check_integer
 from treewise.controller import Replay
 from treewise.grammar import Grammar
@@ -73,13 +73,13 @@ async def beams(root: Branch, params: BeamSearchParams) -> list[Branch]:
     starts = root.fork(params.num_beam_groups)
     controller = DiverseBeamSearch(params, [start.path for start in starts])
     leaves = await decode(starts, controller)
-    paths = paths_of(leaves)
+    paths = [leaf.path if len(starts) > 1 else starts[0].path for leaf in leaves]  # they tell the groups apart
     scores = []
-    for leaf in leaves:
+    for leaf, path in zip(leaves, paths, strict=True):
         tokens = leaf.token_ids if params.diversity_penalty else ()  # all that is asked of them is what they have paid
         logprob, num_tokens = leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens
-        scores.append(controller.score(paths[leaf], tokens, logprob, num_tokens))
-    best = controller.best([paths[leaf] for leaf in leaves], scores)[: params.num_return_sequences]
+        scores.append(controller.score(path, tokens, logprob, num_tokens))
+    best = controller.best(paths, scores)[: params.num_return_sequences]
     for leaf, score in zip(leaves, scores, strict=True):
         leaf.score = score
     for i in sorted(set(range(len(leaves))).difference(best)):
