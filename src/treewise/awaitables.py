@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from treewise.branch import Branch
@@ -13,7 +13,7 @@ from treewise.sampler import Candidates
 Result = TypeVar("Result")
 
 
-class Operation(Awaitable[Result], Generic[Result]):
+class Operation(Generic[Result]):
     """Something a program awaits and the engine carries out."""
 
     def __await__(self) -> Generator[Operation[Result], Result, Result]:

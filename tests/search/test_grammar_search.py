@@ -11,7 +11,7 @@ from tiny import EOS, dense_logits, idle, tiny_llm, tiny_model
 
 from treewise.config import BeamSearchParams
 from treewise.grammar import Grammar
-from treewise.search import STRATEGIES
+from treewise.search import STRATEGIES, self_certainty
 
 pytest.importorskip("llguidance")
 
@@ -65,6 +65,15 @@ def test_every_answer_satisfies_the_grammar(name, kind):
     assert texts and all(map(satisfies, texts)), texts
 
 
+def test_self_certainty_is_of_the_models_own_distributions():
+    result = run("best_of_n", grammar=GRAMMARS["regex"][0], by="self_certainty", temperature=2.0)
+    answers = [branch for branch in result.value.tree.branches() if branch.parent]
+    assert len({answer.text for answer in answers}) > 1
+    for answer in answers:
+        logits = dense_logits(MODEL, answer.path_tokens)[-1 - len(answer.token_ids) : -1]
+        assert answer.score == pytest.approx(float(self_certainty(torch.log_softmax(logits, dim=-1)).mean()), rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_the_answer_behind_the_thoughts_satisfies_the_grammar(name, kind):
@@ -114,7 +123,6 @@ def test_beams_are_the_engines_own():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("best_of_n", {"by": "self_certainty", "grammar": GRAMMARS["regex"][0]}, "by: 'self_certainty' needs whole"),
         ("best_of_n", {"grammar": "[ab]+"}, r"grammar must be a Grammar or None, not '\[ab\]\+'"),
         ("beam", {"grammar": "[ab]+"}, "grammar must be a Grammar or None"),
         ("rollouts", {"widths": [2, 2], "at": [4], "grammar": GRAMMARS["regex"][0]}, "give one width, not 2"),

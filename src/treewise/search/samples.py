@@ -48,7 +48,7 @@ async def best_of_n(
     question : str, optional
         What ``"judge"`` asks, to be answered by Yes or No, or ``"vote"``, by a number.
     temperature, top_p, max_tokens, stop, grammar
-        As in `SamplingParams`; ``"self_certainty"`` cannot be had with a grammar, which cuts the distributions.
+        As in `SamplingParams`.
 
     Returns
     -------
@@ -100,7 +100,7 @@ async def self_consistency(
         The power of the votes, in [0, 50]. 0: every solution has one vote, and the majority wins. The higher, the
         nearer to `best_of_n`; 1 is the Borda count.
     temperature, top_p, max_tokens, stop, grammar
-        As in `SamplingParams`; ``"self_certainty"`` cannot be had with a grammar, which cuts the distributions.
+        As in `SamplingParams`.
 
     Returns
     -------
@@ -151,8 +151,6 @@ async def _rated(
     if not isinstance(question, str | None):
         raise ValueError(f"question must be a text or None, not {question!r}")
     params = SamplingParams(**sampling)
-    if by == "self_certainty" and params.grammar is not None:
-        raise ValueError("by: 'self_certainty' needs whole distributions, of which a grammar leaves a part")
     if by == "self_certainty":
         controller = CertaintySample(params)
         answers = await decode(root.fork(n), controller)
