@@ -130,13 +130,15 @@ async def self_consistency(
             answer = same_answer(solution.note)
             voters.setdefault(answer, []).append(solution)
             votes[answer] += weight
+    total = sum(weights)
     for answer, agreeing in voters.items():
         for solution in agreeing:
-            solution.score = votes[answer] / sum(weights)
+            solution.score = votes[answer] / total
     # Answers stand in the order of their best solutions, and `max` takes the first of equals.
     winners = voters[max(votes, key=votes.__getitem__)] if votes else solutions[:1]
+    kept = set(winners)
     for solution in solutions:
-        if solution not in winners:
+        if solution not in kept:
             solution.prune()
     return winners
 

@@ -170,8 +170,8 @@ class Thinker:
             drawn = await self.extend(chains, widths)
             await self.rate(drawn)
             shares = {chain: share for chain, share in zip(drawn, allot(drawn), strict=True) if share > 0}
+            retain(drawn, shares)
             chains, widths = list(shares), list(shares.values())
-            retain(drawn, chains)
             if all(map(ended, chains)):
                 break
         return await self.conclude(chains)

@@ -50,7 +50,7 @@ async def tree_of_thoughts(
 
     def to_best(drawn: Sequence[Branch]) -> list[int]:
         # A chain that has come to its end stays in the race as it is.
-        best = ranked(drawn)[:beam]
+        best = set(ranked(drawn)[:beam])
         return [width if thought in best else 0 for thought in drawn]
 
     return await Thinker(root, ThoughtParams.of(thoughts)).rounds(depth, width, to_best)

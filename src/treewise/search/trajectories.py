@@ -130,8 +130,8 @@ async def rollouts(
         params = SamplingParams(
             temperature=temperature, top_p=top_p, max_tokens=end - begin, stop=stop, grammar=grammar
         )
-        going = [one for one in samples if one is root or _cut_at(one, root, begin)]
-        forks = [one.fork(width) for one in going]
+        going = {one: one.fork(width) for one in samples if one is root or _cut_at(one, root, begin)}
+        forks = list(going.values())
         samples = [one for one in samples if one not in going]
         samples += await generate([fork for siblings in forks for fork in siblings], params)
         groups += forks
