@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count
 from time import perf_counter
 from typing import Any, cast
 
@@ -403,7 +403,10 @@ class Engine:
             request.steps += 1
             request.rows += number
             request.kv_bytes_read += round(bytes_read * number / batch.num_rows)
-        lengths = [lane.lengths(start, len(places)) for lane, start, places in deliveries]
-        alone = iter(self.runner.kv_bytes_of_paths(list(chain.from_iterable(lengths))))
-        for (lane, *_), own in zip(deliveries, lengths, strict=True):
-            self.requests[cast(BranchTree, lane.tenant)].kv_bytes_per_sequence += sum(islice(alone, len(own)))
+        lengths: list[int] = []
+        tenants: list[Any] = []
+        for lane, start, places in deliveries:
+            lengths += (own := lane.lengths(start, len(places)))
+            tenants += [lane.tenant] * len(own)
+        for tenant, number in zip(tenants, self.runner.kv_bytes_of_paths(lengths), strict=True):
+            self.requests[tenant].kv_bytes_per_sequence += number

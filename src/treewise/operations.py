@@ -254,7 +254,8 @@ class DecodeRun:
         self.stopped = False
         self._lanes: dict[Lane, Branch] = {}
         self._logits: dict[Branch, tuple[Tensor, int]] = {}
-        self._drawn: dict[Branch, Choice] = {}
+        self._asked: list[Branch] = []  # the leaves of the last `draws`
+        self._drawn: list[Choice] = []
         self._thicket: Thicket | None = None  # below `leaves`
         self._parts: list[Tensor] = []  # the logits of its rows, as far as they are there
         self._gained: list[Branch] = []  # in the last step
@@ -306,11 +307,12 @@ class DecodeRun:
         """Return how to draw the next token of each leaf, and from which row of which logits; see `draw`."""
         if self.drawing is None:
             return []
-        leaves = self._served()
-        return [(self._row(leaf, self.drawing), self._logits[leaf]) for leaf in leaves]
+        self._asked = self._served()
+        penalised = self.drawing.has_penalties
+        return [(self._row(leaf, self.drawing, penalised), self._logits[leaf]) for leaf in self._asked]
 
-    def _row(self, leaf: Branch, params: SamplingParams) -> SamplingRow:
-        track, penalised = self.tracks[leaf], params.has_penalties
+    def _row(self, leaf: Branch, params: SamplingParams, penalised: bool) -> SamplingRow:
+        track = self.tracks[leaf]
         return SamplingRow(
             params,
             leaf.key,
@@ -323,7 +325,7 @@ class DecodeRun:
 
     def take(self, choices: list[Choice]) -> None:
         """Take what was drawn for `draws`, for `advance` to continue the leaves with."""
-        self._drawn = dict(zip(self._served(), choices, strict=True))
+        self._drawn = choices
 
     def advance(self) -> Gain:
         """See `Run.advance`."""
@@ -334,15 +336,14 @@ class DecodeRun:
                     raise ValueError(
                         f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
                     )
-            if not self._served():
-                self._await_logits()
-                return self._gain(0)
         return self._choose() if self.drawing is None else self._draw()
 
     def _draw(self) -> Gain:
         """Continue the leaves with what was drawn for them."""
-        leaves = self._served()
-        drawn = [self._drawn[leaf] for leaf in leaves]
+        leaves, drawn = self._asked, self._drawn
+        if not leaves:
+            self._await_logits()
+            return self._gain(0)
         if not all(choice.valid for choice in drawn):
             raise InvalidLogits
         if isinstance(self.controller, Drawing) and self.controller.observe is not None:
@@ -356,7 +357,11 @@ class DecodeRun:
     def _choose(self) -> Gain:
         """Continue the leaves as the controller says."""
         if self._thicket is None:
-            logits = gather_rows([self._logits[leaf] for leaf in self._served()])
+            served = self._served()
+            if not served:
+                self._await_logits()
+                return self._gain(0)
+            logits = gather_rows([self._logits[leaf] for leaf in served])
         else:
             logits = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
         if invalid_rows(logits).any():
@@ -392,7 +397,7 @@ class DecodeRun:
         if self.stopping.grammar is None:
             return None
         leaves = self._served()
-        rows = [self._row(leaf, self.stopping) for leaf in leaves]
+        rows = [self._row(leaf, self.stopping, False) for leaf in leaves]
         bias = grammar_biases(rows, self.limits.eos_token_ids, device)
         constraints = [constraint for leaf in leaves if (constraint := self.tracks[leaf].constraint) is not None]
         if all(constraint.stuck for constraint in constraints):
@@ -470,7 +475,12 @@ class DecodeRun:
         if waiting:  # back in the old order: those that keep their keys are always the same
             unfinished = {*waiting, *self.leaves}
             self.leaves = [leaf for leaf in self.tracks if leaf in unfinished]
-        self._await_logits()
+        if self.leaves == old and len(self._lanes) == len(old):  # nearly always
+            self._logits = {}
+            for lane in self._lanes:
+                lane.end += 1
+        else:
+            self._await_logits()
         return self._gain(len(tokens))
 
     def _add(self, parents: Ints, tokens: Ints, logprobs: NDArray[np.float64]) -> Gain:
