@@ -85,10 +85,15 @@ def tiny_model(seed: int = 0, windows: tuple[int | None, ...] = (None, None), ma
     return model.eval().requires_grad_(False)
 
 
-def tiny_llm(model: CausalLM | None = None, codec: Bytes | None = None, **options: Any) -> LLM:
+def tiny_llm(
+    model: CausalLM | None = None, codec: Bytes | None = None, looks_ahead: bool | None = None, **options: Any
+) -> LLM:
     """Return an engine around `model`, or around ``tiny_model()``."""
     options = {"num_kv_slots": 4096, "device": "cpu"} | options
-    return LLM(tiny_model() if model is None else model, tokenizer=cast(Tokenizer, codec or Bytes()), **options)
+    llm = LLM(tiny_model() if model is None else model, tokenizer=cast(Tokenizer, codec or Bytes()), **options)
+    if looks_ahead is not None:
+        llm.engine.looks_ahead = looks_ahead
+    return llm
 
 
 def idle(llm: LLM) -> None:

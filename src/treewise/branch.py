@@ -451,6 +451,25 @@ class Branch:
                 self.tree.num_decoded += 1
                 self.logprob += logprob
 
+    def reveal(self, token: int, logprob: float, candidates: Candidates | None) -> None:
+        """Put the last token, and what there is to know about it, in the place of what stood for it in `grow`."""
+        self.end().tokens[-1] = self.tokens[-1] = token
+        self.logprobs[-1], self.candidates[-1] = logprob, candidates
+        self.tree.num_decoded += 1
+        self.logprob += logprob
+
+    def retract(self) -> None:
+        """Undo `grow` of a token that was never revealed."""
+        kv, node = self.tree.kv, self.end()
+        for values in (self.tokens, self.logprobs, self.candidates):
+            values.pop()
+        self.num_heirs = sum(child.alive and child._is_heir for child in self.known_children)
+        if len(node.tokens) > 1:
+            kv.shorten(node, len(node.tokens) - 1)
+        else:
+            self.tip = None if node.parent is None else kv.hold(node.parent)
+            kv.drop([node], keep=0)
+
     def branch_off(self, at: int, ordinals: Iterable[int], count: int, carrier: Node) -> list[Branch]:
         """Fork `count` times after the first `at` tokens of the path, and return those forks that have `ordinals`.
 

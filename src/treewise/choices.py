@@ -34,8 +34,37 @@ class Choice(NamedTuple):
     certainty: float
 
 
-def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> list[Choice]:
-    """Choose the next token of each row, see `sample`, and bring what there is to know about it to the host at once."""
+class Choices:
+    """The next tokens of rows: on the device at once, on the host as soon as they are there.
+
+    Parameters
+    ----------
+    tokens : Tensor [rows], int64
+    logprobs : Tensor [rows]
+    valid : Tensor [rows], bool
+    certainties : Tensor [rows]
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor, valid: Tensor, certainties: Tensor) -> None:
+        self.tokens = tokens
+        packed = torch.stack([each.double() for each in (tokens, logprobs, valid, certainties)], dim=1)
+        self._copied: torch.cuda.Event | None = None
+        if packed.is_cuda:
+            self._packed = torch.empty_like(packed, device="cpu", pin_memory=True).copy_(packed, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._packed = packed
+
+    def read(self) -> list[Choice]:
+        """Return the choices; waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [Choice(int(token), logprob, bool(valid), sure) for token, logprob, valid, sure in self._packed.tolist()]
+
+
+def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Choices:
+    """Choose the next token of each row, see `sample`; what there is to know about it comes to the host in one copy."""
     if logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
         tokens, tops, log_totals, means = _draw_fused(logits, rows, eos_token_ids)
     else:
@@ -43,9 +72,7 @@ def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
         log_totals, means = _statistics(logits, tops)
     logprobs = logits.gather(1, tokens[:, None])[:, 0] - log_totals
     certainties = log_totals - means - math.log(logits.shape[1])
-    told = (tokens, logprobs, tops.isfinite(), certainties)
-    packed = torch.stack([each.double() for each in told], dim=1).tolist()
-    return [Choice(int(token), logprob, bool(valid), certainty) for token, logprob, valid, certainty in packed]
+    return Choices(tokens, logprobs, tops.isfinite(), certainties)
 
 
 def _statistics(logits: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:

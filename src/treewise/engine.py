@@ -20,7 +20,7 @@ from treewise.budgets import Budget, Limit
 from treewise.config import check_integer
 from treewise.graphs import Plans
 from treewise.kv import KVManager
-from treewise.operations import DecodeRun, Gain, InvalidLogits, Limits, ObserveRun, Run, Task, draw
+from treewise.operations import DecodeRun, Drawn, Gain, InvalidLogits, Limits, ObserveRun, Run, Task, draw
 from treewise.results import Usage
 from treewise.runner import Runner
 from treewise.sampler import row_key
@@ -83,6 +83,13 @@ class Engine:
         The most rows of one step.
     seed : int
         Requests without a seed of their own draw theirs from this and their rank of arrival.
+
+    Attributes
+    ----------
+    looks_ahead : bool
+        Whether a step starts the forward after the tokens of the one before, which are on the device, before the host
+        knows them: on a GPU, where the host then works while the device does. A branch that ended with its token was
+        in vain in that forward. Tokens of a step are told of by the next call of `step`.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class Engine:
         self.codec = codec
         self.limits = limits
         self.scheduler = Scheduler(kv, max_num_rows)
+        self.looks_ahead = runner.device.type == "cuda"
         self.seed = seed
         self.requests: dict[BranchTree, Request] = {}
         self.runs: list[Run] = []
@@ -100,6 +108,7 @@ class Engine:
         self._ids = count()
         self._ready: deque[tuple[Task, Any, BaseException | None]] = deque()
         self._calls: dict[Future[Any], Task] = {}
+        self._drawn: Drawn | None = None  # from the last logits, not known to the host
         self._stepping = False
         self._aborted: list[Request] = []  # during the step under way
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="treewise-call")
@@ -197,15 +206,24 @@ class Engine:
 
     def _step(self) -> list[Gain]:
         self._run_programs()
+        drawn = self._assume()
+        try:
+            self._forward(drawn)
+        finally:
+            gains = [] if drawn is None else self._know(drawn)
+        return gains + self._advance()
+
+    def _forward(self, drawn: Drawn | None) -> None:
+        """Compute what everything waits for, after tokens that were drawn if need be, and draw from it."""
         try:
             batch, deliveries, waiting = self._next_batch()
         except PoolTooSmall as error:
             self._fail(cast(BranchTree, error.tenant), error)
-            return []
+            return
         if batch.num_rows:
             try:
                 plans = self.runner.plan(batch, self.kv)
-                logits = self.runner.forward(batch, plans, self.kv)
+                logits = self.runner.forward(batch, plans, self.kv, None if drawn is None else drawn.choices.tokens)
             except BaseException:
                 # Nobody knows which keys were written or moved: all are computed again, should anybody step on.
                 self._settle_all()
@@ -216,10 +234,10 @@ class Engine:
             self._count(batch, plans, deliveries)
             for delivery in deliveries:
                 self._deliver(waiting[delivery.lane], delivery, logits)
-        elif self._calls and not self._ready:
+            self._drawn = draw(self.runs, self.limits.eos_token_ids)
+        elif self._calls and not self._ready and drawn is None:
             patience = [left for task in self._calls.values() if (left := task.seconds_left()) is not None]
             wait(self._calls, min(patience, default=None), FIRST_COMPLETED)
-        return self._advance()
 
     def _next_batch(self) -> tuple[Batch, list[Delivery], dict[Lane | Thicket, Run]]:
         """Return the rows of the step, who gets which logits, and who waits for any."""
@@ -361,24 +379,52 @@ class Engine:
         except Exception as error:
             self._fail(run.task.tree, error)
 
+    def _assume(self) -> Drawn | None:
+        """Let leaves go on with what was drawn for them; gives what that was."""
+        drawn, self._drawn = self._drawn, None
+        for run in drawn.runs if drawn else ():
+            if run in self.runs:
+                self._take_step(run, run.assume)
+            else:
+                run.forgo()  # it may be taken up again
+        return drawn
+
+    def _know(self, drawn: Drawn) -> list[Gain]:
+        """Take what leaves went on with to the host; waits for the device."""
+        choices, gains = drawn.choices.read(), []
+        for run in drawn.runs:
+            gain = self._take_step(run, partial(run.know, choices))
+            if gain is not None:
+                gains.append(gain)
+        return gains
+
     def _advance(self) -> list[Gain]:
         """Let every run that has the logits for it take its step."""
         gains: list[Gain] = []
-        ready = [run for run in self.runs if run.ready()]
-        draw([run for run in ready if isinstance(run, DecodeRun)], self.limits.eos_token_ids)
-        for run in ready:
-            try:
-                gained = run.advance()
-                run.task.charge(gained.num_tokens)
-                gains.append(gained)
-            except InvalidLogits as error:
-                self._fail(run.task.tree, error)
-            except Exception as error:  # a controller is the user's code: its program hears of it, nobody else does
-                self.runs.remove(run)
-                self._ready.append((run.task, None, error))
+        if self._drawn is not None and not (self.looks_ahead and self._drawn.is_foreseeable):
+            drawn = self._assume()
+            gains += self._know(cast(Drawn, drawn))
+        for run in [run for run in self.runs if run.ready()]:
+            if (gain := self._take_step(run, run.advance)) is not None:
+                gains.append(gain)
         self.runs = [run for run in self.runs if not self._settle(run)]
         self._enforce_budgets()
         return gains
+
+    def _take_step(self, run: Run, step: Callable[[], Gain | None]) -> Gain | None:
+        """Let `run` take a step of its; only its own program hears of an error, unless it has heard of another."""
+        try:
+            gain = step()
+            if gain is not None:
+                run.task.charge(gain.num_tokens)
+            return gain
+        except InvalidLogits as error:
+            self._fail(run.task.tree, error)
+        except Exception as error:  # a controller is the user's code
+            if run in self.runs:
+                self.runs.remove(run)
+                self._answer(run.task, None, error)
+        return None
 
     def _settle(self, run: Run) -> bool:
         """Give its result to the program if `run` is over; whether it is."""

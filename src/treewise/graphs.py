@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.attention import Plan
-from treewise.plan.data import upload
 
 Plans = Mapping[int | None, Plan]
 """The plan of each sliding window that the model's layers have; ``None`` is full attention."""
@@ -53,12 +51,12 @@ class StepGraph:
         """Whether the graph can run these plans."""
         return all(self._buffers[window].misfit(plan) is None for window, plan in plans.items())
 
-    def run(self, inputs: NDArray[Any], plans: Plans) -> Tensor:
+    def run(self, inputs: Tensor, plans: Plans) -> Tensor:
         """Run a step.
 
         Parameters
         ----------
-        inputs : int64 [3, rows]
+        inputs : Tensor [3, rows], int64
             Tokens, positions and slots.
         plans : Plans
             Those of the last run may have grown; others must fit.
@@ -73,7 +71,7 @@ class StepGraph:
                 self._buffers[window].load(plan)
             self._plans = plans
         rows = inputs.shape[1]
-        self._inputs[:, :rows].copy_(upload({"inputs": inputs}, self._inputs.device)["inputs"], non_blocking=True)
+        self._inputs[:, :rows] = inputs
         self._inputs[2, rows:] = self.spare_slot
         self._replay()
         return self._logits[:rows].clone()
@@ -113,7 +111,7 @@ class GraphCache:
         self._graphs: list[StepGraph] = []  # the one used last comes last
         self._missed: set[tuple[Any, ...]] = set()
 
-    def run(self, inputs: NDArray[Any], plans: Plans) -> Tensor | None:
+    def run(self, inputs: Tensor, plans: Plans) -> Tensor | None:
         """Run a step of decoding by a graph; see `StepGraph.run`. None if there is none for it, yet or ever."""
         rows = inputs.shape[1]
         if rows > self.max_rows or any(plan.mask != "intervals" for plan in plans.values()):

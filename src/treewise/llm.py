@@ -94,8 +94,9 @@ class LLM:
         Share of a GPU's memory that weights, the largest step and the pool may take together.
     enable_prefix_caching : bool
         Keep the keys of ended requests and share them by prefix.
-    cuda_graphs : bool
-        On a GPU, replay steps of decoding as CUDA graphs, whose trees may fork, grow and be pruned in between.
+    cuda_graphs : bool, optional
+        Replay steps of decoding as CUDA graphs, whose trees may fork, grow and be pruned in between; by default where
+        there is a GPU.
     seed : int
         Of all requests that have no seed of their own.
 
@@ -122,7 +123,7 @@ class LLM:
         num_kv_slots: int | None = None,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
         seed: int = 0,
     ) -> None:
         device = _resolve_device(device)

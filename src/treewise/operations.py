@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from treewise.awaitables import Decode, Observe, Operation, name_of
 from treewise.branch import Branch, BranchTree, depth_first
 from treewise.budgets import Budget, Cancelled
-from treewise.choices import Choice, choose
+from treewise.choices import Choice, Choices, choose
 from treewise.config import SamplingParams
 from treewise.constraint import Constraint, Lexicon
 from treewise.controller import Drawing, Leaf, Leaves, TreeView
@@ -254,8 +253,8 @@ class DecodeRun:
         self.stopped = False
         self._lanes: dict[Lane, Branch] = {}
         self._logits: dict[Branch, tuple[Tensor, int]] = {}
-        self._asked: list[Branch] = []  # the leaves of the last `draws`
-        self._drawn: list[Choice] = []
+        self._drawn: dict[Branch, tuple[int, tuple[Tensor, int]]] = {}  # which of the choices, from which logits
+        self._assumed: dict[Branch, tuple[int, tuple[Tensor, int]]] = {}
         self._thicket: Thicket | None = None  # below `leaves`
         self._parts: list[Tensor] = []  # the logits of its rows, as far as they are there
         self._gained: list[Branch] = []  # in the last step
@@ -284,12 +283,8 @@ class DecodeRun:
         return [lane for lane, leaf in self._lanes.items() if leaf.alive and not lane.done]
 
     def ready(self) -> bool:
-        """See `Run.ready`.
-
-        Leaves that are drawn for one by one do not wait for each other, so that they need not all have room for their
-        keys at once.
-        """
-        return (self.drawing is not None and bool(self._logits)) or not self.lanes()
+        """See `Run.ready`."""
+        return self.drawing is None and not self.lanes()
 
     def deliver(self, lane: Lane | Thicket, start: int, logits: Tensor, places: Sequence[int]) -> None:
         """See `Run.deliver`."""
@@ -303,13 +298,79 @@ class DecodeRun:
         """How the next tokens are drawn, if the controller does nothing else."""
         return self.controller.params if isinstance(self.controller, Drawing) else None
 
-    def draws(self) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:
-        """Return how to draw the next token of each leaf, and from which row of which logits; see `draw`."""
+    @property
+    def is_foreseeable(self) -> bool:
+        """Whether the token after the next can be drawn before the next is known."""
+        params = self.drawing
+        if params is None or params.has_penalties:
+            return False
+        return self.stopping.grammar is None and self.stopping.logprobs is None
+
+    def draw(self, first: int) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:
+        """Return how to draw the next token of each leaf that has its logits, and from which row of which logits.
+
+        What is drawn will be the choices number `first` and the ones behind it, see `Drawn`. Leaves do not wait for
+        each other, so that they need not all have room for their keys at once.
+        """
         if self.drawing is None:
             return []
-        self._asked = self._served()
-        penalised = self.drawing.has_penalties
-        return [(self._row(leaf, self.drawing, penalised), self._logits[leaf]) for leaf in self._asked]
+        params, leaves = self.drawing, self._served()
+        self._drawn = {leaf: (first + i, self._logits[leaf]) for i, leaf in enumerate(leaves)}
+        self._logits = {}
+        penalised = params.has_penalties
+        return [(self._row(leaf, params, penalised), place) for leaf, (_, place) in self._drawn.items()]
+
+    def assume(self) -> None:
+        """Let the leaves go on with what was drawn for them; token ``-1 - i`` stands for choice ``i``."""
+        self._check_lengths()
+        self.depth += 1
+        self._assumed = {leaf: drawn for leaf, drawn in self._drawn.items() if leaf.alive}
+        self._drawn = {}
+        for leaf, (number, _) in self._assumed.items():
+            leaf.grow((-1 - number,), (None,), (None,))
+            self.tracks[leaf].num_decoded += 1
+        if len(self._assumed) == len(self._lanes) == len(self.leaves) and not any(map(self._is_full, self.leaves)):
+            for lane in self._lanes:  # nearly always
+                lane.end += 1
+        else:
+            self._await_logits()
+
+    def forgo(self) -> None:
+        """Forget what was drawn: the leaves will get their logits again."""
+        self._drawn = {}
+        self._await_logits()
+
+    def know(self, choices: Sequence[Choice]) -> Gain:
+        """Take what was assumed for what it is.
+
+        Raises
+        ------
+        InvalidLogits
+        """
+        assumed, self._assumed = self._assumed, {}
+        drawn = [choices[number] for number, _ in assumed.values()]
+        if not all(choice.valid for choice in drawn):
+            for leaf in assumed:
+                leaf.retract()
+            raise InvalidLogits
+        candidates: Sequence[Candidates | None] = [None] * len(drawn)
+        if self.stopping.logprobs is not None and drawn:
+            logprobs = log_probs(gather_rows([place for _, place in assumed.values()]))
+            candidates = ranked(logprobs, [choice.token for choice in drawn], self.stopping.logprobs)
+        observe = self.controller.observe if isinstance(self.controller, Drawing) else None
+        for leaf, choice, best in zip(assumed, drawn, candidates, strict=True):
+            if observe is not None:
+                observe(leaf.path, choice.certainty)
+            leaf.reveal(choice.token, choice.logprob, best)
+            self._read(leaf, choice.token)
+        leaves, self.leaves = self.leaves, []
+        for leaf in leaves:
+            self._file(leaf)
+        for ended in self.finished:
+            self._drawn.pop(ended, None)
+        self._lanes = {lane: leaf for lane, leaf in self._lanes.items() if leaf.finish_reason is None}
+        self._gained = list(assumed)
+        return self._gain(len(assumed))
 
     def _row(self, leaf: Branch, params: SamplingParams, penalised: bool) -> SamplingRow:
         track = self.tracks[leaf]
@@ -323,36 +384,22 @@ class DecodeRun:
             track.constraint,
         )
 
-    def take(self, choices: list[Choice]) -> None:
-        """Take what was drawn for `draws`, for `advance` to continue the leaves with."""
-        self._drawn = choices
-
     def advance(self) -> Gain:
         """See `Run.advance`."""
         self._gained = []
         if self._thicket is None:
-            for lane, leaf in self._lanes.items():
-                if leaf.alive and leaf.num_tokens != lane.end:
-                    raise ValueError(
-                        f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
-                    )
-        return self._choose() if self.drawing is None else self._draw()
+            self._check_lengths()
+            if not self._served():
+                self._await_logits()
+                return self._gain(0)
+        return self._choose()
 
-    def _draw(self) -> Gain:
-        """Continue the leaves with what was drawn for them."""
-        leaves, drawn = self._asked, self._drawn
-        if not leaves:
-            self._await_logits()
-            return self._gain(0)
-        if not all(choice.valid for choice in drawn):
-            raise InvalidLogits
-        if isinstance(self.controller, Drawing) and self.controller.observe is not None:
-            for leaf, choice in zip(leaves, drawn, strict=True):
-                self.controller.observe(leaf.path, choice.certainty)
-        tokens, parents = [choice.token for choice in drawn], list(range(len(drawn)))
-        asks = self.stopping.logprobs is not None
-        logprobs = log_probs(gather_rows([self._logits[leaf] for leaf in leaves])) if asks else None
-        return self._commit(leaves, parents, tokens, [choice.logprob for choice in drawn], logprobs)
+    def _check_lengths(self) -> None:
+        for lane, leaf in self._lanes.items():
+            if leaf.alive and leaf.num_tokens != lane.end:
+                raise ValueError(
+                    f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
+                )
 
     def _choose(self) -> Gain:
         """Continue the leaves as the controller says."""
@@ -406,7 +453,7 @@ class DecodeRun:
 
     def result(self) -> Any:
         """See `Run.result`."""
-        going = self.leaves if self._thicket is None else self._thicket.rows
+        going = [leaf for leaf in self.leaves if leaf.alive] if self._thicket is None else self._thicket.rows
         if len(going) and not self.stopped:
             return None
         self.settle()
@@ -463,24 +510,14 @@ class DecodeRun:
         candidates: Sequence[Candidates | None] = [None] * len(tokens)
         if logprobs is not None and self.stopping.logprobs is not None and tokens:
             candidates = ranked(logprobs[parents], tokens, self.stopping.logprobs)
-        waiting, self.leaves = [leaf for leaf in self.leaves if leaf not in self._logits], []
+        self.leaves = []
         for leaf, token, logprob, best in zip(self._branch(old, parents), tokens, chosen, candidates, strict=True):
-            constraint = self.tracks[leaf].constraint
-            if constraint is not None:
-                constraint.accept(token)
             leaf.grow((token,), (logprob,), (best,))
+            self.tracks[leaf].num_decoded += 1
             self._read(leaf, token)
             self._file(leaf)
             self._gained.append(leaf)
-        if waiting:  # back in the old order: those that keep their keys are always the same
-            unfinished = {*waiting, *self.leaves}
-            self.leaves = [leaf for leaf in self.tracks if leaf in unfinished]
-        if self.leaves == old and len(self._lanes) == len(old):  # nearly always
-            self._logits = {}
-            for lane in self._lanes:
-                lane.end += 1
-        else:
-            self._await_logits()
+        self._await_logits()
         return self._gain(len(tokens))
 
     def _add(self, parents: Ints, tokens: Ints, logprobs: NDArray[np.float64]) -> Gain:
@@ -551,7 +588,8 @@ class DecodeRun:
     def _read(self, leaf: Branch, token: int) -> None:
         """Take the new token's text and see whether the branch ends with it."""
         track = self.tracks[leaf]
-        track.num_decoded += 1
+        if track.constraint is not None:
+            track.constraint.accept(token)
         track.text.push(token)
         self._end(leaf, token)
 
@@ -617,7 +655,15 @@ class DecodeRun:
 
     def _await_logits(self) -> None:
         self._logits = {}
-        self._lanes = {Lane(leaf.tree, leaf.end, leaf.num_tokens - 1, leaf.num_tokens): leaf for leaf in self.leaves}
+        self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
+        self._lanes = {
+            Lane(leaf.tree, leaf.end, leaf.num_tokens - 1, leaf.num_tokens): leaf
+            for leaf in self.leaves
+            if not self._is_full(leaf)
+        }
+
+    def _is_full(self, leaf: Branch) -> bool:
+        return leaf.num_tokens >= self.tracks[leaf].limit
 
     def _leaf(self, leaf: Branch) -> Leaf:
         track = self.tracks[leaf]
@@ -710,13 +756,27 @@ def gather_rows(rows: Sequence[tuple[Tensor, int]]) -> Tensor:
     return first[[place for _, place in rows]]
 
 
-def draw(runs: Sequence[DecodeRun], eos_token_ids: Collection[int]) -> None:
-    """Draw the next tokens of all runs that only draw, with one call of the sampler and one copy to the host."""
-    draws = [run.draws() for run in runs]
-    rows = [row for drawn in draws for row, _ in drawn]
-    if rows:
-        logits = gather_rows([place for drawn in draws for _, place in drawn])
-        choices = iter(choose(logits, rows, eos_token_ids))
-        for run, drawn in zip(runs, draws, strict=True):
-            if drawn:
-                run.take(list(islice(choices, len(drawn))))
+class Drawn(NamedTuple):
+    """The next tokens of the leaves of some runs, which a forward can do with before the host knows them."""
+
+    runs: list[DecodeRun]
+    choices: Choices
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """Whether the tokens after these can be drawn before these are known."""
+        return all(run.is_foreseeable for run in self.runs)
+
+
+def draw(runs: Iterable[Run], eos_token_ids: Collection[int]) -> Drawn | None:
+    """Draw the next tokens of all runs that only draw, with one call of the sampler; None if there are no such runs."""
+    drawing: list[DecodeRun] = []
+    draws: list[tuple[SamplingRow, tuple[Tensor, int]]] = []
+    for run in runs:
+        if isinstance(run, DecodeRun) and (own := run.draw(len(draws))):
+            drawing.append(run)
+            draws += own
+    if not draws:
+        return None
+    logits = gather_rows([place for _, place in draws])
+    return Drawn(drawing, choose(logits, [row for row, _ in draws], eos_token_ids))

@@ -19,6 +19,7 @@ from treewise.graphs import GraphCache, Plans
 from treewise.kv import Copy, KVManager, Slots
 from treewise.models import CausalLM
 from treewise.ops import Heads, rotate_and_store
+from treewise.plan.data import upload
 
 ROOM = 32
 """Tokens that branches may append on a GPU before a new plan is made."""
@@ -37,8 +38,8 @@ class Runner:
         Of the pool that hands out the slots.
     kv_dtype : torch.dtype
         Element type of keys and values.
-    cuda_graphs : bool
-        Capture steps of decoding as CUDA graphs.
+    cuda_graphs : bool, optional
+        Capture steps of decoding as CUDA graphs; by default where there is a GPU.
 
     Raises
     ------
@@ -62,7 +63,7 @@ class Runner:
         num_slots: int,
         page_size: int,
         kv_dtype: torch.dtype,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
     ) -> None:
         model.pack()
         self.model = model
@@ -80,7 +81,8 @@ class Runner:
         if cuda_graphs and not is_gpu:
             raise ValueError(f"cuda_graphs: the model is on {self.device}; they need cuda")
         # Nobody reads slot 0 of a pool: the rows of a graph that a step does not have store their keys there.
-        self.graphs = GraphCache(self._compute, spare_slot=0) if cuda_graphs else None
+        wants_graphs = is_gpu if cuda_graphs is None else cuda_graphs
+        self.graphs = GraphCache(self._compute, spare_slot=0) if wants_graphs else None
         self.room = ROOM if is_gpu and attention not in ("medusa", "specinfer", "vanilla") else 0
         # The batch planned last, which belongs to others; how far it had grown; its plans.
         self._planned: tuple[ReferenceType[Batch], int, Plans] | None = None
@@ -115,8 +117,16 @@ class Runner:
         return plans
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, plans: Plans, kv: KVManager) -> Tensor:
-        """Compute `batch` and store the keys of its rows.
+    def forward(self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None) -> Tensor:
+        """Compute `batch` and store the keys of its rows; nothing waits for the device.
+
+        Parameters
+        ----------
+        batch : Batch
+        plans : Plans
+        kv : KVManager
+        drawn : Tensor [any], int64, optional
+            Tokens that the host does not know: ``-1 - i`` in the batch stands for the ``i``-th.
 
         Returns
         -------
@@ -125,11 +135,13 @@ class Runner:
         """
         for copy in kv.take_copies():
             self._copy(copy)
-        rows = np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv)))
+        rows = self._upload(np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv))))
+        if drawn is not None:
+            rows[0] = torch.where(rows[0] < 0, drawn[rows[0].bitwise_not().clamp_(min=0)], rows[0])
         if self.graphs is not None and batch.is_decoding and (logits := self.graphs.run(rows, plans)) is not None:
             whole = batch.logit_rows == list(range(batch.num_rows))
             return logits if whole else logits[self._upload(np.asarray(batch.logit_rows))]
-        tokens, positions, slots = self._upload(rows)
+        tokens, positions, slots = rows
         return self._compute(tokens, positions, slots, plans, self._upload(np.asarray(batch.logit_rows)))
 
     def _compute(
@@ -184,7 +196,7 @@ class Runner:
             raw[:, target] = raw[:, source]
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
+        return upload({"array": np.ascontiguousarray(array, np.int64)}, self.device)["array"]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

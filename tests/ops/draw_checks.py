@@ -43,7 +43,7 @@ def drawn_alike(vocab_size, device):
     logits[::5] = logits[::5].round()  # with ties
     logits[::7, vocab_size // 2 :] = -math.inf  # banned
     expected = sample(logits, rows, (4,)).tolist()
-    choices = choose(logits.to(device), rows, (4,))
+    choices = choose(logits.to(device), rows, (4,)).read()
     assert [choice.token for choice in choices] == expected
     exact = log_probs(logits)
     for row, choice in enumerate(choices):
@@ -68,12 +68,12 @@ def rows_under_grammars_are_drawn_alike(device):
         for number, params in enumerate(PARAMS * 2)
     ]
     logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(1)) * 3
-    choices = choose(logits.to(device), rows, (0,))
+    choices = choose(logits.to(device), rows, (0,)).read()
     assert [choice.token for choice in choices] == sample(logits, rows, (0,)).tolist()
     assert all(chr(choice.token) in "abcdef" for choice in choices[1::3])
     assert all(chr(choice.token) in "0123456789" for choice in choices[2::3])
     plain = [row._replace(constraint=None) for row in rows]
-    assert choices[::3] == choose(logits.to(device), plain, (0,))[::3]
+    assert choices[::3] == choose(logits.to(device), plain, (0,)).read()[::3]
 
 
 class Words:
@@ -112,4 +112,4 @@ def invalid_rows_are_told(device):
     logits = torch.randn(4, 50)
     logits[1, 3], logits[2, 9], logits[3] = math.nan, math.inf, -math.inf
     rows = [SamplingRow(SamplingParams(temperature=number % 2), number, 0) for number in range(4)]
-    assert [choice.valid for choice in choose(logits.to(device), rows)] == [True, False, False, False]
+    assert [choice.valid for choice in choose(logits.to(device), rows).read()] == [True, False, False, False]

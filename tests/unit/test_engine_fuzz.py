@@ -223,9 +223,10 @@ pools = st.sampled_from([("paged", 1), ("paged", 16), ("contiguous", 1)])
     num_kv_slots=st.sampled_from([96, 160, 4096]),
     max_num_rows=st.sampled_from([1, 5, 17, 256]),
     caching=st.booleans(),
+    looks_ahead=st.booleans(),
     aborted=st.tuples(small, small),
 )
-def test_random_programs(scripts, attention, pool, num_kv_slots, max_num_rows, caching, aborted):
+def test_random_programs(scripts, attention, pool, num_kv_slots, max_num_rows, caching, looks_ahead, aborted):
     llm = tiny_llm(
         MODEL,
         attention=attention,
@@ -234,6 +235,7 @@ def test_random_programs(scripts, attention, pool, num_kv_slots, max_num_rows, c
         num_kv_slots=num_kv_slots,
         max_num_rows=max_num_rows,
         enable_prefix_caching=caching,
+        looks_ahead=looks_ahead,
     )
     engine = llm.engine
     programs = [Script(operations) for _, operations in scripts]

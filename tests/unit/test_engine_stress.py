@@ -19,14 +19,16 @@ class EngineMachine(RuleBasedStateMachine):
         num_kv_slots=st.sampled_from([144, 256, 4096]),
         max_num_rows=st.sampled_from([4, 17, 256]),
         caching=st.booleans(),
+        looks_ahead=st.booleans(),
     )
-    def start(self, pool, num_kv_slots, max_num_rows, caching):
+    def start(self, pool, num_kv_slots, max_num_rows, caching, looks_ahead):
         self.load = Load(
             pool=pool[0],
             page_size=pool[1],
             num_kv_slots=num_kv_slots,
             max_num_rows=max_num_rows,
             enable_prefix_caching=caching,
+            looks_ahead=looks_ahead,
         )
 
     @rule(kind=st.sampled_from(KINDS), seed=st.integers(0, 50))
@@ -66,7 +68,7 @@ TestEngineMachine.settings = settings(max_examples=12, stateful_step_count=20, d
 def test_ten_thousand_requests(pool, page_size):
     """In three parts, one a kind of pool; some two hundred requests are aborted on the way."""
     draw = random.Random(page_size)
-    load = Load(pool=pool, page_size=page_size, num_kv_slots=768, max_num_rows=96)
+    load = Load(pool=pool, page_size=page_size, num_kv_slots=768, max_num_rows=96, looks_ahead=page_size == 16)
     started = 0
     while load.num_ended < 3400:
         while started < 3400 and len(load.running) < 24:

@@ -44,7 +44,7 @@ class Subject:
     max_num_rows : int
         The most rows of a step; 1024, or what all leaves together need, if left out.
     cuda_graphs : bool
-        Replay captured decode steps, on a GPU.
+        Replay captured decode steps; what a GPU does if left out.
     """
 
     model: str = "smollm2-135m"
@@ -53,7 +53,7 @@ class Subject:
     device: str = "cpu"
     page_size: int = 16
     max_num_rows: int | None = None
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
 
     @property
     def place(self) -> torch.device:

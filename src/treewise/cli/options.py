@@ -153,7 +153,7 @@ class ModelOptions:
     enable_prefix_caching : bool
         Keep the keys and values of prompts that may come again.
     cuda_graphs : bool
-        Replay steps of decoding as CUDA graphs.
+        Replay steps of decoding as CUDA graphs; what a GPU does if left out.
     engine_seed : int
         Root of the random streams of requests that have no seed of their own.
     """
@@ -170,7 +170,7 @@ class ModelOptions:
     num_kv_slots: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
     engine_seed: int = 0
 
     def load(self) -> LLM:

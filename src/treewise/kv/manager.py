@@ -211,6 +211,13 @@ class KVManager:
             if not node.holders and len(node.children) == 1 and self.pool.join(node, node.children[0]):
                 self.forest.join(node)
 
+    def shorten(self, node: Node, length: int) -> None:
+        """Take the tokens of `node` behind the first `length`, of which there is one at least, and free their slots."""
+        self.pool.shrink(node, min(length, len(self.pool.slots(node))))
+        del node.tokens[length:]
+        node.computed = min(node.computed, length)
+        self.forest.version += 1
+
     def preempt(self, tips: Iterable[Node]) -> bool:
         """Free what only the branches ending in `tips` need; their nodes stay, to be computed again.
 
