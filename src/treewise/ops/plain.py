@@ -81,7 +81,7 @@ def rotate_and_store(
 
 def _turn(x: Tensor, heads: Heads) -> Tensor:
     cos, sin = heads.cos[:, None], heads.sin[:, None]
-    pairs = x.unflatten(-1, (2, -1))
+    pairs: Tensor = x.unflatten(-1, (2, -1))
     turned = pairs * cos[:, :, None]
     turned[:, :, 0] -= pairs[:, :, 1] * sin
     turned[:, :, 1] += pairs[:, :, 0] * sin

@@ -73,6 +73,8 @@ def _cut(method: str, task: Task) -> Partition:
 
 def _blocks(task: Task) -> partition.Blocks:
     layer = task.layer
+    if layer.device.type == "cpu":
+        return partition.cpu_blocks(len(task.layout.row_order), task.row_tile, task.chunk)
     group_size = layer.num_heads // layer.num_kv_heads
     has_gluon = layer.backend == "hopper" and task.window is None and layer.head_dim in (64, 128)
     has_gluon &= layer.dtype == layer.kv_dtype and layer.dtype.itemsize == 2

@@ -111,19 +111,28 @@ def by_node(layout: Layout, window: int | None, row_tile: int, chunk: int, step:
     return _by_tokens(layout, window, row_tile, start, end, np.zeros(len(start), bool))
 
 
+def cpu_blocks(num_rows: int, row_tile: int | None, chunk: int | None) -> Blocks:
+    """Choose the sizes for `flatten` on a CPU: few operations.
+
+    Masked pairs cost as much as others there, hence narrow tiles for the paths: 16 rows take a fifth less than 128 over
+    17 trees. Where one tile holds all rows, it reads everything: a merge costs more than what is masked.
+    """
+    own, rows = Cut(row_tile or 128, chunk or 2048), row_tile or 16
+    if num_rows <= rows:
+        return Blocks(own.most + 1, own.most + 1, NEVER, own, own, (Cut(rows, own.most),), BOUNDS)
+    shortest, paths = min(32, own.most), Cut(rows, min(512, own.most))
+    return Blocks(shortest, shortest, NEVER, own, own, (paths,), BOUNDS)
+
+
 def blocks(
     device: torch.device, num_kv_heads: int, group_size: int, row_tile: int | None, chunk: int | None, has_gluon: bool
 ) -> Blocks:
-    """Choose the sizes for `flatten`: on a CPU few operations, on a GPU few partial results and items for one wave.
+    """Choose the sizes for `flatten` on a GPU: few partial results and items for one wave.
 
-    On a CPU, masked pairs cost as much as others, hence narrow tiles for the paths: 16 rows take a fifth less than 128
-    over 17 trees. Measured on an H200: what an item of 64 packed rows saves over one of 16 is worth more than the
-    pairs that it masks, and partial results cost more than reading a node of less than 2,048 key tokens once a tile.
+    Measured on an H200: what an item of 64 packed rows saves over one of 16 is worth more than the pairs that it masks,
+    and partial results cost more than reading a node of less than 2,048 key tokens once a tile.
     Where the kernel in Gluon runs, masked pairs cost so little that one launch of it, along the paths, beats all else.
     """
-    if device.type == "cpu":
-        cut, paths = Cut(row_tile or 128, chunk or 2048), Cut(row_tile or 16, min(512, chunk or 512))
-        return Blocks(min(32, cut.most), min(32, cut.most), NEVER, cut, cut, (paths,), BOUNDS)
     narrow, middle, wide = (row_tile or max(1, packed // group_size) for packed in (16, 64, 128))
     wave = max(1, multiprocessors(device) // num_kv_heads)
     one, two, three = (wave, LONGEST), (2 * wave, LONGEST), (3 * wave, SHORT)
