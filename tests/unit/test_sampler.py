@@ -8,8 +8,10 @@ import math
 import pytest
 import torch
 
+from treewise.choices import choose
 from treewise.config import SamplingParams
 from treewise.sampler import SamplingRow, invalid_rows, log_probs, row_key, sample, top_log_probs
+from treewise.search import self_certainty
 
 NEVER = -math.inf
 
@@ -274,3 +276,40 @@ def test_a_gpu_draws_the_same_tokens():
         for i, fields in enumerate(kinds)
     ]
     assert torch.equal(sample(logits.cuda(), rows, {7}).cpu(), sample(logits, rows, {7}))
+
+
+@pytest.mark.parametrize(
+    "cuts", [{"top_p": 0.9}, {"top_k": 1500}, {"min_p": 0.3}, {"min_p": 0.2, "top_k": 900, "top_p": 0.8}]
+)
+def test_cuts_may_keep_more_than_is_looked_at_first(cuts):
+    vocab, count = 3000, 400
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)) * 0.5
+    params = SamplingParams(**cuts)
+    probs = logits[0].double().softmax(-1)
+    kept = probs >= params.min_p * probs.max()
+    if params.top_k:
+        kept &= probs >= probs.sort(descending=True).values[params.top_k - 1]
+    ordered = (probs * kept / (probs * kept).sum()).sort(descending=True).values
+    if params.top_p < 1:
+        last = int((ordered.cumsum(0) < params.top_p).sum())
+        kept &= probs >= probs[kept].sort(descending=True).values[last]
+    rows = [SamplingRow(params, row_key(7, (i,)), i) for i in range(count)]
+    drawn = sample(logits.expand(count, -1), rows)
+    assert kept[drawn].all() and len(set(drawn.tolist())) > 128
+    expected = (probs * kept / (probs * kept).sum()).sort(descending=True)
+    half = set(expected.indices[: int((expected.values.cumsum(0) < 0.5).sum())].tolist())
+    assert abs(sum(token in half for token in drawn.tolist()) / count - 0.5) < 0.1
+
+
+def test_a_choice_tells_how_likely_the_token_was_and_how_certain_the_model():
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(2)) * 4
+    logits[4, 7] = torch.nan
+    fields = ({"temperature": 0}, {}, {"top_p": 0.5}, {"logit_bias": {3: 50.0}}, {}, {"top_k": 2})
+    rows = [SamplingRow(SamplingParams(**field), row_key(0, (i,)), 9) for i, field in enumerate(fields)]
+    choices, exact = choose(logits, rows).read(), log_probs(logits)
+    assert [choice.valid for choice in choices] == [True] * 4 + [False, True]
+    for i, choice in enumerate(choices):
+        if choice.valid:
+            assert choice.logprob == pytest.approx(float(exact[i, choice.token]), abs=1e-4)
+            assert choice.certainty == pytest.approx(float(self_certainty(exact[i])), abs=1e-4)
+    assert choices[3].token == 3
