@@ -450,9 +450,11 @@ class Engine:
             request.rows += number
             request.kv_bytes_read += round(bytes_read * number / batch.num_rows)
         lengths: list[int] = []
-        tenants: list[Any] = []
+        ends: list[tuple[Any, int]] = []
         for lane, start, places in deliveries:
-            lengths += (own := lane.lengths(start, len(places)))
-            tenants += [lane.tenant] * len(own)
-        for tenant, number in zip(tenants, self.runner.kv_bytes_of_paths(lengths), strict=True):
-            self.requests[tenant].kv_bytes_per_sequence += number
+            lengths += lane.lengths(start, len(places))
+            ends.append((lane.tenant, len(lengths)))
+        alone, begin = self.runner.kv_bytes_of_paths(lengths), 0
+        for tenant, end in ends:
+            self.requests[tenant].kv_bytes_per_sequence += sum(alone[begin:end])
+            begin = end

@@ -13,7 +13,7 @@ from treewise.tree import Node
 
 Ints = NDArray[Any]  # of whole numbers
 
-_COLUMNS = ("parent", "base", "token", "length", "slot", "needed", "died", "logprob", "total")
+_COLUMNS = ("parent", "base", "token", "length", "slot", "needed", "died", "logprob", "total", "_place")
 
 
 class Lines(NamedTuple):
@@ -97,9 +97,10 @@ class Thicket:
         self.size = len(self.bases)
         room = 4 * self.size
         self.parent, self.base, self.token, self.length, self.slot, self.needed, self.died = np.zeros(
-            (7, room), np.int64
+            (7, room), np.int32
         )
-        self.logprob, self.total = np.zeros((2, room), np.float64)
+        self.logprob, self.total = np.zeros(room, np.float32), np.zeros(room, np.float64)
+        self._place = np.zeros(room, np.int64)  # of entries in an array that somebody looks at
         self.rows = np.arange(self.size)
         self.base[: self.size] = self.rows
         self.length[: self.size] = [node.end for node in self.bases]
@@ -188,7 +189,7 @@ class Thicket:
         """Return what `rows` see of this as nodes, and perhaps more."""
         entries = self.standing[self.slot[self.standing] >= 0]
         number = len(self.bases)
-        place = np.empty(self.size, np.int64)
+        place = self._place
         place[entries] = np.arange(len(entries))
         parent = self.parent[entries]
         heads = (parent < number) | (self.needed[parent] != 1)
@@ -201,7 +202,10 @@ class Thicket:
         inside = above >= number
         above_node = -1 - above
         above_node[inside] = node[place[above[inside]]]
-        slots = self.slot[entries[np.argsort(node, kind="stable")]]
+        order = np.argsort(
+            node.astype(np.uint16) if len(above) < 2**16 else node, kind="stable"
+        )  # by digits, if so few
+        slots = self.slot[entries[order]]
         return Shape(above_node, np.bincount(node), slots, node[place[rows]])
 
     def lines(self) -> Lines:
@@ -235,16 +239,19 @@ class Thicket:
 
     def _drop(self, fallen: Ints, step: int) -> None:
         """Let entries die, and those above them that nothing goes on from any more; their slots are free."""
+        freed: list[Ints] = [self._free]
         while len(fallen):
             self.died[fallen] = step
             fallen = fallen[fallen >= len(self.bases)]
             slots = self.slot[fallen]
-            self._free = np.concatenate([self._free, slots[slots >= 0]])
+            freed.append(slots[slots >= 0])
             self.slot[fallen] = -1
             above = self.parent[fallen]
-            np.subtract.at(self.needed, above, 1)
-            above = np.unique(above)
-            fallen = above[self.needed[above] == 0]
+            np.subtract.at(self.needed, above, np.int32(1))
+            above = above[self.needed[above] == 0]
+            order = self._place[above] = np.arange(len(above))
+            fallen = above[self._place[above] == order]  # each once
+        self._free = np.concatenate(freed)
 
     def _make_room(self, size: int) -> None:
         self.size = size
