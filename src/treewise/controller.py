@@ -16,7 +16,7 @@ from torch import Tensor
 from treewise.config import BeamSearchParams, SamplingParams
 from treewise.constraint import Constraint
 from treewise.replay import Schedule, Span
-from treewise.sampler import SamplingRow, sample
+from treewise.sampler import SamplingRow, sample, top_sums
 from treewise.text import Detokenizer
 
 Numbers = TypeVar("Numbers", float, NDArray[np.float64])
@@ -354,12 +354,18 @@ class BeamSearch:
         leaves, finished = cast(Leaves, tree.leaves), cast(Leaves, tree.finished)
         width = self.params.beam_width
         end_token_ids = self.stopping.end_token_ids(tree.eos_token_ids)
-        totals = self._totals(tree, logprobs, end_token_ids)
-        best = totals.flatten().topk(min(max(2, 1 + len(end_token_ids)) * width, totals.numel()))
-        total = best.values.cpu().numpy().astype(np.float64)
-        parent, token = np.divmod(best.indices.cpu().numpy(), totals.shape[1])
+        if self.stopping.grammar is None and (leaves.num_tokens < self.params.min_tokens).any():
+            short = np.flatnonzero(leaves.num_tokens < self.params.min_tokens)
+            logprobs = logprobs.clone()
+            logprobs[short[:, None], sorted(end_token_ids)] = -math.inf
+        offsets = torch.from_numpy(self._offsets(tree)).to(logprobs.device)
+        count = min(max(2, 1 + len(end_token_ids)) * width, logprobs.numel())
+        values, places = top_sums(logprobs, offsets, count)
+        total = values.cpu().numpy().astype(np.float64)
+        possible = total > -math.inf
+        total = total[possible]
+        parent, token = np.divmod(places.cpu().numpy()[possible], logprobs.shape[1])
         found = Hypotheses(parent, token, total, self.score(total, leaves.num_tokens[parent] + 1))
-        found = found.take(total > -math.inf)
 
         ends = self._ends(tree, found, end_token_ids)
         beams = found.take(np.flatnonzero(~ends)[:width])
@@ -374,22 +380,19 @@ class BeamSearch:
             rows = rows.and_then(going)
         return Selection(beams, rows)
 
-    def _totals(self, tree: TreeView, logprobs: Tensor, end_token_ids: frozenset[int]) -> Tensor:
-        """Log-probs of all candidates [leaves, vocab]; those that must not be are ``-inf``."""
+    def _offsets(self, tree: TreeView) -> NDArray[np.float32]:
+        """Return the summed log-prob of each leaf; ``-inf`` for those that must not go on."""
         leaves = cast(Leaves, tree.leaves)
-        totals = logprobs + torch.from_numpy(leaves.logprob.astype(np.float32))[:, None].to(logprobs.device)
-        if self.stopping.grammar is None and (leaves.num_tokens < self.params.min_tokens).any():
-            short = np.flatnonzero(leaves.num_tokens < self.params.min_tokens)
-            totals[short[:, None], sorted(end_token_ids)] = -math.inf
+        offsets = leaves.logprob.astype(np.float32)
         if tree.depth == 0 and len(leaves) > 1:
             # Branches that were forked and not yet continued would give the same hypotheses twice.
             seen: set[tuple[int, ...]] = set()
             for i, leaf in enumerate(leaves):
                 text = (*leaf.prompt_tokens, *leaf.tokens)
                 if text in seen:
-                    totals[i] = -math.inf
+                    offsets[i] = -math.inf
                 seen.add(text)
-        return totals
+        return offsets
 
     def _ends(self, tree: TreeView, found: Hypotheses, end_token_ids: frozenset[int]) -> NDArray[np.bool_]:
         """Whether each hypothesis ends with its token."""

@@ -21,6 +21,8 @@ Candidates = dict[int, tuple[float, int]]
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
+CHUNK = 128
+"""Columns of a row that `top_sums` looks at together."""
 _CACHED_LOGITS = 1 << 18  # 1 MiB of float32
 
 
@@ -352,3 +354,34 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
             mine = logits[block]
             tokens[block] = mine.argmax(dim=-1) if kind is None else _draw(mine, [rows[i] for i in block])
     return tokens
+
+
+def top_sums(table: Tensor, offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest of ``table + offsets[:, None]``, the largest first, without writing all the sums down.
+
+    They stand in the chunks of rows whose own largest are the largest, one chunk for each that is wanted at most.
+
+    Parameters
+    ----------
+    table : Tensor [rows, columns] float32
+    offsets : Tensor [rows] float32
+    count : int
+        How many, at most all.
+
+    Returns
+    -------
+    values : Tensor [count] float32
+    places : Tensor [count] int64
+        Where they stand, row times columns plus column; means nothing where the value is ``-inf``.
+    """
+    columns = table.shape[1]
+    whole = columns // CHUNK * CHUNK
+    tops = table[:, :whole].unflatten(1, (whole // CHUNK, CHUNK)).amax(-1)
+    if whole < columns:
+        tops = torch.cat([tops, table[:, whole:].amax(-1, keepdim=True)], dim=1)
+    chunks = (tops + offsets[:, None]).flatten().topk(min(count, tops.numel())).indices
+    row, chunk = chunks // tops.shape[1], chunks % tops.shape[1]
+    column = chunk[:, None] * CHUNK + torch.arange(CHUNK, device=table.device)
+    values = table[row[:, None], column.clamp(max=columns - 1)] + offsets[row][:, None]
+    best = values.masked_fill_(column >= columns, -math.inf).flatten().topk(count)
+    return best.values, (row[:, None] * columns + column).flatten()[best.indices]

@@ -10,7 +10,7 @@ import torch
 
 from treewise.choices import choose
 from treewise.config import SamplingParams
-from treewise.sampler import SamplingRow, invalid_rows, log_probs, row_key, sample, top_log_probs
+from treewise.sampler import SamplingRow, invalid_rows, log_probs, row_key, sample, top_log_probs, top_sums
 from treewise.search import self_certainty
 
 NEVER = -math.inf
@@ -251,6 +251,22 @@ def test_log_probs_are_of_the_raw_logits():
     assert torch.equal(values, logprobs.gather(1, tokens))
     assert (values.diff(dim=-1) <= 0).all()
     assert top_log_probs(logprobs, 99)[0].shape == (3, 50)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (2, 128), (7, 300), (40, 1000), (1, 5000)])
+def test_top_sums_are_the_largest_of_all(rows, columns):
+    generator = torch.Generator().manual_seed(rows * columns)
+    table = torch.randn(rows, columns, generator=generator)
+    table[torch.rand(rows, columns, generator=generator) < 0.2] = -math.inf
+    offsets = torch.randn(rows, generator=generator)
+    offsets[rows // 2] = -math.inf if rows > 1 else 0.0
+    sums = (table + offsets[:, None]).flatten()
+    for count in sorted({1, min(7, rows * columns), rows * columns // 3 + 1, rows * columns}):
+        values, places = top_sums(table, offsets, count)
+        assert values.tolist() == sums.topk(count).values.tolist()
+        known = values > -math.inf
+        assert sums[places[known]].tolist() == values[known].tolist()
+        assert len(set(places[known].tolist())) == int(known.sum())
 
 
 def test_only_rows_that_cannot_be_sampled_are_invalid():
