@@ -1,25 +1,36 @@
-"""Time search programs on a CPU against the same calls of Transformers' `generate`, the text sent anew for each node.
+"""Time search programs on a CPU against the same programs over Transformers, which send the text anew for each node.
 
-    python benchmarks/search_against_transformers.py [--out result.json]
+    python benchmarks/search_against_transformers.py [--repeats 3] [--threads 2] [--out result.json]
 
-Each strategy runs once on treewise. What it decoded is then decoded again by Transformers: one call of `generate` for
-each place where the tree branches, with the whole text up to there as its prompt, as many sequences as there are
-branches, and as many tokens as the longest of them. What programs score (votes, values) is left out for Transformers.
+What a run of a strategy decoded and scored on treewise is done again by Transformers, in two ways:
+
+- one call of `generate` for each node, with the node's whole text as its prompt and as many new tokens as the node has;
+- siblings in one call: `num_return_sequences` of as many tokens as the longest of them, which a program can do where it
+  knows beforehand how often a text is continued.
+
+Where the strategy asks for the likelihood of answers (values, votes), both ways make one forward of the whole text for
+each question, or for each answer where answers have several tokens. All three take turns; the times are medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from treewise import LLM
+from treewise.awaitables import Observe
 from treewise.bench.measure import describe_machine
 from treewise.models.load import locate
 from treewise.results import Tree
@@ -31,71 +42,165 @@ Answer: One box holds {a} pencils. {b} boxes hold {a} times {b}, which is {c}. T
 """
 QUESTION = "Question: A pizza costs 9 dollars and a drink costs 3 dollars. What do 4 pizzas and 2 drinks cost?\nAnswer:"
 RUNS = {
-    "best_of_n": {"n": 16, "max_tokens": 48, "temperature": 0.7},
-    "tot": {"depth": 3, "width": 4, "beam": 3, "evaluate": "logprob"},
-    "mcts": {"iterations": 24},
+    "best_of_n": {"n": 16, "max_tokens": 24},
+    "tot": {"depth": 3, "width": 4, "beam": 3},
+    "mcts": {"iterations": 16},
 }
+SEED = 1
+"""With it no strategy finds the first thoughts to be whole answers already, and so ends at once."""
 
 
-def calls(tree: Tree) -> list[tuple[list[int], int, int]]:
-    """List what has to be generated: the text before, how many sequences, and the tokens of the longest."""
-    before: dict[int | None, list[int]] = {None: []}
-    longest: dict[tuple[int, ...], list[int]] = defaultdict(list)
+class Call(NamedTuple):
+    """A text to continue: how many sequences, and how many tokens; none to look at the likelihoods behind it."""
+
+    text: tuple[int, ...]
+    sequences: int
+    tokens: int
+
+
+def continuations(tree: Tree) -> list[Call]:
+    """List a call for each node that has tokens of its own, in the order of the tree."""
+    before: dict[int | None, tuple[int, ...]] = {None: ()}
+    calls = []
     for node in tree.nodes:  # parents first
         path = before[node.parent]
-        before[node.id] = path + node.token_ids
+        before[node.id] = (*path, *node.token_ids)
         given = sum(logprob is None for logprob in node.logprobs)
         if given < len(node.token_ids):
-            longest[tuple(path + node.token_ids[:given])].append(len(node.token_ids) - given)
-    return [(list(text), len(lengths), max(lengths)) for text, lengths in longest.items()]
+            calls.append(Call((*path, *node.token_ids[:given]), 1, len(node.token_ids) - given))
+    return calls
+
+
+def together(calls: Sequence[Call]) -> list[Call]:
+    """Join the calls that continue one text, as long as the longest."""
+    lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for call in calls:
+        lengths[call.text].append(call.tokens)
+    return [Call(text, len(tokens), max(tokens)) for text, tokens in lengths.items()]
+
+
+def recorded(llm: LLM, run: Callable[[], Any]) -> tuple[Any, list[Call]]:
+    """Run something, and list the forwards that its questions take without a cache."""
+    texts: dict[tuple[int, ...], None] = {}
+    start = llm.engine._start
+
+    def started(task: Any, operation: Any) -> None:
+        if isinstance(operation, Observe):
+            for branch, first in zip(operation.branches, operation.starts, strict=True):
+                path = branch.path_tokens
+                texts[tuple(path[: first if len(path) == first + 1 else -1])] = None
+        start(task, operation)
+
+    with patch.object(llm.engine, "_start", started):
+        result = run()
+    return result, [Call(text, 1, 0) for text in texts]
+
+
+def again(model: PreTrainedModel, calls: Sequence[Call]) -> None:
+    """Make calls over Transformers."""
+    for text, sequences, tokens in calls:
+        if tokens:
+            model.generate(
+                torch.tensor([text]),
+                num_return_sequences=sequences,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=True,
+                temperature=0.8,
+                top_k=0,
+                top_p=0.95,
+                pad_token_id=0,
+            )
+        else:
+            model(torch.tensor([text]), logits_to_keep=1).logits.log_softmax(-1)
+
+
+def seconds(run: Callable[[], Any]) -> tuple[float, float]:
+    """Time a call by the clock on the wall, and the processor time of all threads."""
+    start = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - start[0], time.process_time() - start[1]
+
+
+def shares(run: Callable[[], Any]) -> dict[str, float]:
+    """Tell which part of the time goes into matrix products and which into attention."""
+    spent = {"products": 0.0, "attention": 0.0}
+
+    def timed(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments, **options)
+            spent[kind] += time.perf_counter() - start
+            return result
+
+        return call
+
+    from treewise import layers, runner
+    from treewise.models import decoder
+
+    with ExitStack() as patches:
+        for module, name, kind in (
+            (layers, "linear", "products"),
+            (decoder, "linear", "products"),
+            (runner, "run_plan", "attention"),
+        ):
+            patches.enter_context(patch.object(module, name, timed(getattr(module, name), kind)))
+        whole, _ = seconds(run)
+    return {kind: round(part / whole, 3) for kind, part in spent.items()}
 
 
 @torch.inference_mode()
 def main() -> None:
     """Run each strategy on both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--strategies", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     logging.set_verbosity_error()
     llm = LLM("smollm2-135m", device="cpu", dtype="float32", enable_prefix_caching=False)
     theirs = AutoModelForCausalLM.from_pretrained(locate("smollm2-135m"), dtype=torch.float32).eval()
     prompt = (
         "".join(WORKED.format(a=a, b=b, c=a * b) for a, b in ((12, 3), (7, 5), (20, 4), (9, 6), (15, 2))) + QUESTION
     )
+    again(theirs, [Call(tuple(llm.tokenizer.encode(prompt)), 1, 2)])  # warm
     rows = []
-    for name, settings in RUNS.items():
-        program = STRATEGIES[name].build(**settings)
-        llm.run(program, [prompt], seed=1)  # both are warm
-        start = time.perf_counter()
-        [result] = llm.run(program, [prompt], seed=0)
-        ours = time.perf_counter() - start
-        wanted = calls(result.tree)
-        theirs.generate(torch.tensor([wanted[0][0]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
-        start = time.perf_counter()
-        for text, sequences, tokens in wanted:
-            theirs.generate(
-                torch.tensor([text]),
-                num_return_sequences=sequences,
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=True,
-                pad_token_id=0,
-            )
-        seconds = time.perf_counter() - start
-        decoded = sum(sum(logprob is not None for logprob in node.logprobs) for node in result.tree.nodes)
+    for name in options.strategies:
+        program = STRATEGIES[name].build(**RUNS[name])
+
+        def run(program: Any = program) -> Any:
+            return llm.run(program, [prompt], seed=SEED)[0]
+
+        result, questions = recorded(llm, run)
+        nodes = continuations(result.tree)
+        ways = {
+            "treewise": run,
+            "a_call_a_node": lambda nodes=nodes, questions=questions: again(theirs, [*nodes, *questions]),
+            "siblings_together": lambda nodes=nodes, questions=questions: again(theirs, [*together(nodes), *questions]),
+        }
+        turns = [{way: seconds(call) for way, call in ways.items()} for _ in range(options.repeats)]
+        median = {way: statistics.median(turn[way][0] for turn in turns) for way in ways}
+        busy = {way: statistics.median(turn[way][1] for turn in turns) for way in ways}
+        usage = result.tree.usage
         rows.append(
             {
                 "strategy": name,
-                "settings": settings,
-                "prompt_tokens": result.tree.usage.prompt_tokens,
-                "nodes": len(result.tree.nodes),
-                "tokens": decoded,
-                "steps": result.tree.usage.steps,
-                "rows_a_step": round(result.tree.usage.rows / result.tree.usage.steps, 2),
-                "treewise_s": round(ours, 3),
-                "transformers_s": round(seconds, 3),
-                "transformers_calls": len(wanted),
-                "ratio": round(seconds / ours, 2),
+                "settings": RUNS[name],
+                "prompt_tokens": usage.prompt_tokens,
+                "nodes": len(nodes),
+                "places": len(together(nodes)),
+                "questions": len(questions),
+                "tokens": sum(call.tokens for call in nodes),
+                "steps": usage.steps,
+                "rows_a_step": round(usage.rows / usage.steps, 2),
+                "seconds": {way: round(value, 3) for way, value in median.items()},
+                "processor_seconds": {way: round(value, 3) for way, value in busy.items()},
+                "turns": [{way: round(value, 3) for way, (value, _) in turn.items()} for turn in turns],
+                "ratio": {way: round(value / median["treewise"], 2) for way, value in median.items()},
+                "processor_ratio": {way: round(value / busy["treewise"], 2) for way, value in busy.items()},
+                "shares": shares(run),
             }
         )
         print(json.dumps(rows[-1]), flush=True)
