@@ -15,6 +15,9 @@ from treewise.plan import TreeSpec
 from treewise.thicket import Ints, Thicket
 from treewise.tree import Node
 
+ACCEPTED = 16
+"""Most rows of one node in a step of decoding."""
+
 
 class Span(NamedTuple):
     """Consecutive rows of one node: tokens ``start`` to ``end``; ``store`` says whether their keys are new.
@@ -84,13 +87,13 @@ class Batch:
 
     @cached_property
     def is_decoding(self) -> bool:
-        """Whether each row is the last token of a leaf of its own."""
-        return self._num_span_rows == len(self.spans) and all(s.store and not s.node.children for s in self.spans)
+        """Whether no node has more rows than drafted tokens that were accepted; prompts come in larger chunks."""
+        return all(end - start <= ACCEPTED for _, start, end, _, _ in self.spans)
 
-    @property
+    @cached_property
     def can_grow(self) -> bool:
-        """Whether it is likely that the same leaves will have the next rows, so that a plan may leave room for them."""
-        return self.is_decoding and not self.thickets
+        """Whether each row is the last token of a leaf of its own, so that a plan may leave room for the next ones."""
+        return self.num_rows == len(self.spans) and all(s.store and not s.node.children for s in self.spans)
 
     def computed(self, node: Node) -> int:
         """How many tokens of `node` have keys once this batch has run."""

@@ -28,6 +28,9 @@ from treewise.settling import settle, uncollected
 from treewise.text import Detokenizer
 from treewise.thicket import Ints, Thicket
 
+WIDE = 64
+"""Rows from which on a step is kept in arrays; narrower trees go on with the plan of the step before where they can."""
+
 
 class InvalidLogits(RuntimeError):
     """The model gave logits that are not numbers; only the request that they belong to fails."""
@@ -434,7 +437,7 @@ class DecodeRun:
         chosen = logprobs[torch.from_numpy(parents), torch.from_numpy(tokens)]
         stopping = self.stopping
         reads = bool(stopping.stop) or stopping.grammar is not None or stopping.logprobs is not None
-        if reads or leaves.seen or finished.seen or not (self._thicket or self._plant()):
+        if reads or leaves.seen or finished.seen or not (self._thicket or self._plant(len(parents))):
             self.settle()
             return self._commit(self._served(), parents.tolist(), tokens.tolist(), chosen.tolist(), logprobs)
         return self._add(parents, tokens, chosen.double().cpu().numpy())
@@ -535,10 +538,10 @@ class DecodeRun:
             self.settle()
         return self._gain(len(tokens))
 
-    def _plant(self) -> Thicket | None:
-        """Let a thicket grow below the leaves, if they have not lost keys since they got their logits."""
+    def _plant(self, num_rows: int) -> Thicket | None:
+        """Let a thicket grow below the leaves, if that pays and they have not lost keys since they got their logits."""
         bases = [leaf.end() for leaf in self.leaves]
-        if any(node.computed < len(node.tokens) for node in bases):
+        if num_rows < WIDE or any(node.computed < len(node.tokens) for node in bases):
             return None
         tracks = [self.tracks[leaf] for leaf in self.leaves]
         totals = [leaf.logprob - track.logprob for leaf, track in zip(self.leaves, tracks, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from tiny import greedy, idle, tiny_llm, tiny_model
 
-from treewise import SamplingParams, attention, generate, runner
+from treewise import SamplingParams, attention, decode, generate, runner
 from treewise.graphs import GraphCache, padded
 
 MODEL = tiny_model()
@@ -72,6 +72,39 @@ def test_trees_fork_and_are_pruned_between_replays(method):
     [result], [expected] = (some.run(grow, [prompt], seed=1) for some in (llm, tiny_llm(MODEL)))
     assert result.value == expected.value
     assert llm.engine.runner.graphs.num_replays > 3
+    idle(llm)
+
+
+def test_drafted_trees_are_verified_by_replays():
+    class Verify:
+        """Keep the likeliest token behind each drafted one."""
+
+        stopping = SamplingParams(temperature=0.0, ignore_eos=True)
+
+        def __init__(self):
+            self.seen = []
+
+        def step(self, tree, logprobs):
+            self.seen.append(logprobs.argmax(dim=-1).tolist())
+
+    async def program(root):
+        verify = Verify()
+        await decode([root], verify)
+        for accepted in (2, 0, 3, 1, 2):
+            drafted = []
+            for token, above in ((3, -1), (5, 0), (9, 0), (4, -1), (6, 3), (7, 4)):
+                drafted.append((root if above < 0 else drafted[above]).scratch())
+                drafted[-1].append([token])
+            await decode(drafted, verify)
+            for branch in reversed(drafted):
+                branch.prune()
+            root.append([8] * accepted)
+        return verify.seen
+
+    llm = with_graphs(MODEL, 2)
+    [result], [expected] = (some.run(program, [list(range(1, 20))]) for some in (llm, tiny_llm(MODEL)))
+    assert result.value == expected.value
+    assert llm.engine.runner.graphs.num_replays > 2
     idle(llm)
 
 

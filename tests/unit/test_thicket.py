@@ -22,6 +22,11 @@ MODEL = tiny_model()
 PROMPT = list(range(1, 40))
 
 
+@pytest.fixture(autouse=True)
+def every_search_is_wide(monkeypatch):
+    monkeypatch.setattr("treewise.operations.WIDE", 1)
+
+
 class Trie:
     """What a thicket stands for: an object a token."""
 

@@ -43,6 +43,8 @@ class Watched:
         widest, prompt = max(case.widest for case in cases), max(case.prompt_tokens for case in cases)
         warm = samples(prompt, widest, WARM)
         slots = max(case.num_slots(subject.page_size) for case in (*cases, warm))
+        if any(case.work is None for case in cases):  # beams share more than is known in advance
+            slots = min(slots, subject.default_slots(loaded, widest))
         llm = subject.engine(loaded, method, widest, num_kv_slots=slots, enable_prefix_caching=False)
         self.runner = llm.engine.runner
         self.meter = Meter(llm)

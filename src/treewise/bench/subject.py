@@ -15,11 +15,12 @@ import torch
 from treewise.attention import METHODS
 from treewise.bench.measure import check_device
 from treewise.config import ModelConfig
-from treewise.llm import LLM
+from treewise.llm import KV_CACHE_DTYPES, LLM
 from treewise.models import CausalLM, Tokenizer, load_model, locate, read_config
 from treewise.models.load import DTYPES
 from treewise.models.shapes import NumberTokenizer, find_shape, random_model
 from treewise.models.tokenizer import read_json
+from treewise.sizing import default_slots
 
 Loaded = tuple[CausalLM, Tokenizer]
 
@@ -110,10 +111,19 @@ class Subject:
             kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
             page_size=self.page_size,
-            max_num_rows=self.max_num_rows or max(1024, widest),
+            max_num_rows=self._num_rows(widest),
             cuda_graphs=self.cuda_graphs,
             **options,
         )
+
+    def default_slots(self, loaded: Loaded, widest: int) -> int:
+        """Return how many tokens an engine with rows for `widest` leaves a step keeps if it is not told."""
+        model, _ = loaded
+        kv_dtype = KV_CACHE_DTYPES[self.kv_cache_dtype] or model.dtype
+        return default_slots(model, kv_dtype, self.page_size, self._num_rows(widest), gpu_memory_utilization=0.9)
+
+    def _num_rows(self, widest: int) -> int:
+        return self.max_num_rows or max(1024, widest)
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
