@@ -108,7 +108,8 @@ class Meter:
                 engine.abort(request)
                 self._marks.clear()
                 raise
-            if request.done and engine.runner.device.type == "cuda":
+            # Else the next step would wait for the prompt.
+            if (request.done or self._step.prompt) and engine.runner.device.type == "cuda":
                 torch.cuda.synchronize(engine.runner.device)
             self._step.seconds = perf_counter() - start - self._own
             steps.append(self._step)
