@@ -22,8 +22,8 @@ Facts = dict[str, Any]
 Run = Callable[[Any, int], Facts]
 """From what is to be run, such as a `Case`, and a seed to what was measured, ``whole_s`` at least."""
 
-WARM = 8
-"""Tokens a sequence of the request that warms up an engine."""
+WARM = 40
+"""Most tokens a sequence of the request that warms up an engine: on a GPU they outlive a plan's room."""
 
 
 class Watched:
@@ -41,7 +41,7 @@ class Watched:
         self, method: str, subject: Subject, loaded: Loaded, cases: Sequence[Case], machine: Machine | None
     ) -> None:
         widest, prompt = max(case.widest for case in cases), max(case.prompt_tokens for case in cases)
-        warm = samples(prompt, widest, WARM)
+        warm = samples(prompt, widest, min(WARM, max(case.longest - case.prompt_tokens for case in cases)))
         slots = max(case.num_slots(subject.page_size) for case in (*cases, warm))
         if any(case.work is None for case in cases):  # beams share more than is known in advance
             slots = min(slots, subject.default_slots(loaded, widest))
