@@ -382,8 +382,9 @@ class Engine:
     def _assume(self) -> Drawn | None:
         """Let leaves go on with what was drawn for them; gives what that was."""
         drawn, self._drawn = self._drawn, None
+        going_on = set(self.runs)
         for run in drawn.runs if drawn else ():
-            if run in self.runs:
+            if run in going_on:
                 self._take_step(run, run.assume)
             else:
                 run.forgo()  # it may be taken up again

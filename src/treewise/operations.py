@@ -366,12 +366,13 @@ class DecodeRun:
                 observe(leaf.path, choice.certainty)
             leaf.reveal(choice.token, choice.logprob, best)
             self._read(leaf, choice.token)
-        leaves, self.leaves = self.leaves, []
-        for leaf in leaves:
-            self._file(leaf)
-        for ended in self.finished:
-            self._drawn.pop(ended, None)
-        self._lanes = {lane: leaf for lane, leaf in self._lanes.items() if leaf.finish_reason is None}
+        ended = [leaf for leaf in assumed if leaf.finish_reason is not None]
+        if ended:
+            self.finished += ended
+            self.leaves = [leaf for leaf in self.leaves if leaf.finish_reason is None]
+            self._lanes = {lane: leaf for lane, leaf in self._lanes.items() if leaf.finish_reason is None}
+            for leaf in ended:  # what follows was drawn in vain
+                self._drawn.pop(leaf, None)
         self._gained = list(assumed)
         return self._gain(len(assumed))
 
