@@ -20,8 +20,11 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_rows=st.sampled_from([4, 17, 256]),
         caching=st.booleans(),
         looks_ahead=st.booleans(),
+        wide=st.sampled_from([1, 64]),
     )
-    def start(self, pool, num_kv_slots, max_num_rows, caching, looks_ahead):
+    def start(self, pool, num_kv_slots, max_num_rows, caching, looks_ahead, wide):
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr("treewise.operations.WIDE", wide)
         self.load = Load(
             pool=pool[0],
             page_size=pool[1],
@@ -57,6 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "load"):
             self.load.finish()
+            self.patch.undo()
 
 
 TestEngineMachine = EngineMachine.TestCase
