@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, Protocol, TypeVar
 
+from treewise.grammar import Grammar
 from treewise.kv import KVManager
 from treewise.sampler import Candidates, child_key, row_key
 from treewise.tree import Node
@@ -154,6 +155,8 @@ class Branch:
         Why decoding ended here last.
     stop_reason : str or int or None
         The stop string or token that ended it.
+    guided : tuple of Grammar and int, or None
+        The grammar of the text at the end of the path, if it has one, and the length of the path before that text.
     score : float or None
         The program's own verdict; shown in drawings.
     note : Any
@@ -187,6 +190,7 @@ class Branch:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.hidden_tail = 0  # characters of a stop string at the end of the text
+        self.guided: tuple[Grammar, int] | None = None
         self.conversations: list[Conversation] = []  # as it was after each `message`
         self.score: float | None = None
         self.note: Any = None
@@ -249,6 +253,7 @@ class Branch:
         if tokens:
             self.finish_reason = self.stop_reason = None
             self.hidden_tail = 0
+            self.guided = None
             given = [None] * len(tokens)
             self.grow(tokens, given, given)
         return self
@@ -392,6 +397,15 @@ class Branch:
             line.append(branch)
         return line[::-1]
 
+    def guided_at(self, at: int) -> tuple[Grammar, int] | None:
+        """Return what `guided` is after the first `at` tokens of the path: nothing where that text has not begun.
+
+        Nor where decoding ended the text by anything but a limit.
+        """
+        if self.guided is None or at < self.guided[1] or (at == self.num_tokens and self.finish_reason == "stop"):
+            return None
+        return self.guided
+
     def conversation(self) -> Conversation | None:
         """Return the turns on the path: what is known of them, or what can be seen of the prompt."""
         end, line = self.num_tokens, self.lineage()
@@ -518,6 +532,7 @@ class Branch:
         child.tip = kv.hold(kv.prefix(carrier, at))
         lost = owner.logprobs[at - owner.start :]
         child.logprob = owner.logprob - sum(logprob for logprob in lost if logprob is not None)
+        child.guided = owner.guided_at(at)
         return child
 
     def _num_given(self, line: Sequence[Branch]) -> int:

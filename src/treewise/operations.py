@@ -263,8 +263,9 @@ class DecodeRun:
         self._gained: list[Branch] = []  # in the last step
         stopping = self.stopping
         stopping.check_vocabulary(limits.vocab_size)
-        constraint = None if stopping.grammar is None else limits.lexicon.start(stopping.grammar)
+        constraints: dict[tuple[int, ...], Constraint] = {}
         for i, branch in enumerate(operation.branches):
+            constraint = self._constraint(branch, constraints)
             branch.finish_reason, branch.stop_reason, branch.hidden_tail = None, None, 0
             limit, length = limits.max_model_len, branch.num_tokens
             if stopping.max_tokens is not None:
@@ -272,12 +273,26 @@ class DecodeRun:
             text = Detokenizer(
                 branch.tree.codec, stopping.stop, stopping.include_stop_str_in_output, stopping.min_tokens
             )
-            own = None if constraint is None else constraint.fork()
-            self.tracks[branch] = _Track(i, branch.logprob, limit, text, own)
+            self.tracks[branch] = _Track(i, branch.logprob, limit, text, constraint)
             if length >= limit:
                 branch.finish_reason = "length"
             self._file(branch)
         self._await_logits()
+
+    def _constraint(self, branch: Branch, known: dict[tuple[int, ...], Constraint]) -> Constraint | None:
+        """Return how far a branch has come in the operation's grammar: its text goes on where a limit has cut it off.
+
+        `known` are the constraints of texts, for branches that are alike so far.
+        """
+        grammar, guided = self.stopping.grammar, branch.guided_at(branch.num_tokens)
+        if grammar is None:
+            branch.guided = None
+            return None
+        branch.guided = (grammar, branch.num_tokens) if guided is None or guided[0] != grammar else guided
+        text = tuple(branch.path_tokens[branch.guided[1] :])
+        if text not in known:
+            known[text] = self.limits.lexicon.start(grammar, text)
+        return known[text].fork()
 
     def lanes(self) -> list[Lane | Thicket]:
         """See `Run.lanes`."""

@@ -65,6 +65,21 @@ def test_every_answer_satisfies_the_grammar(name, kind):
     assert texts and all(map(satisfies, texts)), texts
 
 
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_samples_that_branch_go_on_in_the_grammar(kind):
+    grammar, satisfies = GRAMMARS[kind]
+    trajectories = run("rollouts", widths=[2, 2, 2], at=[2, 3], grammar=grammar, temperature=2.0).value
+    assert all(satisfies(each.text) for each in trajectories), [each.text for each in trajectories]
+    assert any(each.shared for each in trajectories)
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_the_next_thought_ends_one_that_was_cut_off(name):
+    grammar = Grammar.regex("[ab]{7};")
+    answer = run(name, thought_grammar=grammar, thought_tokens=5, conclude="=", stop=(), answer_tokens=1).value
+    assert re.match("[ab]{7};=", answer.text), answer.text
+
+
 def test_self_certainty_is_of_the_models_own_distributions():
     result = run("best_of_n", grammar=GRAMMARS["regex"][0], by="self_certainty", temperature=2.0)
     answers = [branch for branch in result.value.tree.branches() if branch.parent]
@@ -125,7 +140,6 @@ def test_beams_are_the_engines_own():
     [
         ("best_of_n", {"grammar": "[ab]+"}, r"grammar must be a Grammar or None, not '\[ab\]\+'"),
         ("beam", {"grammar": "[ab]+"}, "grammar must be a Grammar or None"),
-        ("rollouts", {"widths": [2, 2], "at": [4], "grammar": GRAMMARS["regex"][0]}, "give one width, not 2"),
         ("tot", {"grammar": "[ab]+"}, "grammar must be a Grammar or None"),
         ("mcts", {"thought_grammar": 3}, "thought_grammar must be a Grammar or None, not 3"),
     ],

@@ -237,6 +237,27 @@ def test_search_takes_a_grammar(settings, capsys):
     assert "given by a grammar" in fails(capsys, "search", "x", "--regex", "a", "--set", "grammar=b")
 
 
+def test_settings_may_be_grammars(settings, capsys, tmp_path):
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "integer"}', encoding="utf-8")
+    for word, grammar in (
+        (r"regex:\d+:[a-z]", Grammar.regex(r"\d+:[a-z]")),
+        ("choice:yes,no", Grammar.choice(["yes", "no"])),
+        (f"lark:{SUMS}", Grammar.lark(SUMS)),
+        ('json_schema:{"type": "integer"}', Grammar.json_schema('{"type": "integer"}')),
+        (f"json-schema:{schema}", Grammar.json_schema('{"type": "integer"}')),
+        ("null", None),
+    ):
+        main(["search", "Where?", "--set", f"thought-grammar={word}", "--regex", "a"])
+        assert settings.pop() == ("tot", {"thought_grammar": grammar, "grammar": Grammar.regex("a")})
+    capsys.readouterr()
+    for word in ("[ab]+", "words:a", "3"):
+        message = fails(capsys, "search", "x", "--set", f"thought_grammar={word}")
+        assert "set: thought_grammar: " in message and "one of json_schema, regex, choice, lark" in message
+    assert "set: grammar: grammar: this regex" in fails(capsys, "search", "x", "--set", "grammar=regex:(")
+
+
 def test_search_refuses_what_a_strategy_lacks(capsys):
     pytest.importorskip("llguidance")
     assert "grammar: strategy replay has no such" in fails(

@@ -24,6 +24,7 @@ from treewise import (
     SamplingParams,
     decode,
     generate,
+    stream,
 )
 from treewise.constraint import GrammarError, Lexicon, grammar_bias
 from treewise.models import read_config
@@ -277,6 +278,140 @@ def test_forks_keep_states_of_their_own(llm):
     assert len(texts) == len(set(texts)) > 8
     assert all(re.fullmatch("(a[bc]|d[ef]{3}){4}", text) for text in texts)
     idle(llm)
+
+
+# ---------------------------------------------------------------------- texts in pieces
+
+
+PIECE = 5
+NAMES = ["a" * 13, "ab" * 6, "abba" * 4]
+LONG = {
+    "json": GRAMMARS["json"],
+    "regex": (Grammar.regex(r"([ab]c){3,9}-\d{4}x?"), re.compile(r"([ab]c){3,9}-\d{4}x?").fullmatch),
+    "choice": (Grammar.choice(NAMES), NAMES.__contains__),
+    "lark": (
+        Grammar.lark('start: "[" item ("," item)~2..5 "]"\nitem: /[ab]/ | "(" item ")"'),
+        re.compile(r"\[\(*[ab]\)*(,\(*[ab]\)*){2,5}\]").fullmatch,
+    ),
+}
+
+
+async def in_pieces(branches, params, width):
+    """Decode texts in pieces, each branch as `width` forks while there are few; give those that have ended."""
+    ended = []
+    while branches and branches[0].num_tokens < 400:
+        await generate(branches, replace(params, max_tokens=PIECE))
+        ended += [branch for branch in branches if branch.finish_reason == "stop"]
+        width = 1 if len(branches) > 16 else width
+        branches = [fork for branch in branches if branch.finish_reason == "length" for fork in branch.fork(width)]
+    return ended
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_forks_go_on_with_a_text_that_was_cut_off(llm, name):
+    grammar, satisfies = LONG[name]
+
+    async def program(root):
+        return await in_pieces(root.fork(2), SamplingParams(temperature=2, grammar=grammar), 2)
+
+    [result] = llm.run(program, ["Once"], seed=4)
+    texts = {leaf.text for leaf in result.value}
+    assert len(texts) > (name != "choice") and all(map(satisfies, texts)), texts
+    assert any(len(leaf.token_ids) > PIECE for leaf in result.value)
+    idle(llm)
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_text_in_pieces_is_the_text_in_one_go(llm, name, temperature):
+    params = SamplingParams(temperature=temperature, grammar=LONG[name][0])
+
+    async def whole(root):
+        return await generate(root.fork(3), replace(params, max_tokens=8 * PIECE))
+
+    async def pieces(root):
+        branches = going = root.fork(3)
+        for _ in range(8):
+            await generate(going, replace(params, max_tokens=PIECE))
+            going = [branch for branch in going if branch.finish_reason == "length"]
+        return branches
+
+    [[one], [other]] = (llm.run(program, ["Once"], seed=2) for program in (whole, pieces))
+    assert [leaf.token_ids for leaf in one.value] == [leaf.token_ids for leaf in other.value]
+    assert [leaf.finish_reason for leaf in one.value] == [leaf.finish_reason for leaf in other.value]
+
+
+def test_greedy_forks_go_on_as_the_text_in_one_go(llm):
+    params = SamplingParams(temperature=0, grammar=GRAMMARS["json"][0])
+
+    async def program(root):
+        whole, first = root.fork(2)
+        await generate([whole], replace(params, max_tokens=400))
+        pieces = await in_pieces([first], params, 2)
+        return [whole, *pieces]
+
+    [result] = llm.run(program, ["Once"])
+    whole, *pieces = result.value
+    assert len(pieces) > 4 and all(piece.token_ids == whole.token_ids for piece in pieces) and is_person(whole.text)
+
+
+def test_a_fork_may_go_on_from_within_a_text(llm):
+    params = SamplingParams(temperature=2, max_tokens=90, grammar=GRAMMARS["json"][0])
+
+    async def program(root):
+        [whole] = await generate(root.fork(), params)
+        assert whole.finish_reason == "stop"
+        begun = whole.num_tokens - len(whole.token_ids)
+        again = [whole.fork(at=begun + k)[0] for k in range(0, len(whole.token_ids), 3)]
+        return await generate(again, params)
+
+    [result] = llm.run(program, ["Once"], seed=1)
+    assert all(is_person(leaf.text) for leaf in result.value) and len({leaf.text for leaf in result.value}) > 2
+
+
+def test_leaves_of_a_controller_and_streams_that_are_left_go_on(llm):
+    grammar = Grammar.regex("(a[bc]|d[ef]{3}){4}")
+
+    async def controlled(root):
+        short = Splitting(grammar)
+        short.stopping = replace(short.stopping, max_tokens=4)
+        leaves = await decode(root.fork(), short)
+        return await generate(leaves, SamplingParams(temperature=1, grammar=grammar))
+
+    async def streamed(root):
+        async for _ in stream(root, SamplingParams(grammar=grammar)):
+            break
+        return await generate(root.fork(2), SamplingParams(temperature=1, grammar=grammar))
+
+    for program in (controlled, streamed):
+        [result] = llm.run(program, ["Once"], seed=0)
+        assert len(result.value) >= 2
+        assert all(re.fullmatch("(a[bc]|d[ef]{3}){4}", leaf.text) for leaf in result.value)
+    idle(llm)
+
+
+@pytest.mark.parametrize("between", ["end", "stop", "append", "grammar", "none"])
+def test_a_text_begins_anew_after_something_else(llm, between):
+    grammar = Grammar.regex("[ab]{4}")
+    params = SamplingParams(max_tokens=4 if between == "end" else 3, grammar=grammar)
+    if between == "stop":
+        params = replace(params, stop_token_ids=[ord("a"), ord("b")])
+
+    async def program(root):
+        [branch] = await generate(root.fork(), params)
+        if between == "append":
+            branch.append("|")
+        elif between == "grammar":
+            await generate([branch], SamplingParams(grammar=Grammar.regex("[|]")))
+        elif between == "none":
+            await generate([branch], SamplingParams(max_tokens=1, ignore_eos=True))
+        leaves = [*branch.fork(2), branch]
+        return await generate(leaves, SamplingParams(grammar=grammar))
+
+    [result] = llm.run(program, ["Once"])
+    for leaf in result.value:
+        assert re.fullmatch("[ab]{4}", leaf.decode(leaf.token_ids[-4:])), leaf.text
+        assert len(leaf.token_ids) == {"end": 8, "stop": 5}.get(between, 8)
 
 
 def test_a_controller_may_not_leave_the_grammar(llm):

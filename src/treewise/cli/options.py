@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -66,6 +66,23 @@ class GrammarOptions:
         if self.regex is not None:
             return Grammar.regex(self.regex)
         return None if self.choice is None else Grammar.choice(self.choice.split(","))
+
+    @classmethod
+    def read(cls, word: Any) -> Grammar | None:
+        """Make the grammar that ``kind:value`` names, the kind being a field of this class.
+
+        Raises
+        ------
+        ValueError
+            If the kind is unknown, or the grammar cannot be used.
+        OSError
+            If the file of a schema or a grammar cannot be read.
+        """
+        kind, colon, value = str(word).partition(":")
+        kinds = [item.name for item in fields(cls)]
+        if not colon or kind.replace("-", "_") not in kinds:
+            raise ValueError(f"{word!r} is not of the form kind:value, the kind one of {', '.join(kinds)}")
+        return cls(**{kind.replace("-", "_"): value}).grammar()
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def search(
     n
         How many branches are drawn side by side: answers, beams, or the thoughts of a round or a place.
     set_values
-        A parameter of the strategy as key=value, e.g. --set width=5; may be repeated.
+        A parameter of the strategy as key=value, e.g. --set width=5; may be repeated. A grammar is kind:value, e.g.
+        --set thought_grammar=regex:[a-z]+, its kind json_schema, regex, choice or lark.
     chat
         Put the prompt in the model's chat template, or, with --no-chat, do not; by default where the model has one.
     system
@@ -73,8 +74,8 @@ def search(
         raise ValueError(f"strategy: {strategy!r} is not one of {', '.join(STRATEGIES)}")
     if system is not None and chat is False:
         raise ValueError("system: it is a part of a chat; leave out --no-chat")
-    values = parse_settings(set_values)
     entry, options = STRATEGIES[strategy], options or ModelOptions()
+    values = parse_settings(set_values)
     given: dict[str, Any] = {}
     if n is not None:
         if entry.width is None:
@@ -84,6 +85,12 @@ def search(
         given["grammar"] = made
     for name in given.keys() & values.keys():
         raise ValueError(f"set: {name} is given by {'--n' if name == entry.width else 'a grammar'} already")
+    for name in entry.grammars:
+        if (word := values.get(name)) is not None:
+            try:
+                values[name] = GrammarOptions.read(word)
+            except ValueError as error:
+                raise ValueError(f"set: {name}: {error}") from None
     question = read_prompt(prompt)
     program = entry.build(**values, **given)
     llm = options.load()

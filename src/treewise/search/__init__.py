@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from treewise.branch import Branch
+from treewise.grammar import Grammar
 from treewise.search.answers import EXTRACTORS, extract_answer, last_number, same_answer
 from treewise.search.beams import beam_search, replay
 from treewise.search.certainty import self_certainty
@@ -81,6 +82,12 @@ class Strategy:
         own = {item.name: item.default for item in parameters if item.default is not item.empty}
         passes_on = any(item.kind is item.VAR_KEYWORD for item in parameters)
         return own | ({item.name: item.default for item in fields(ThoughtParams)} if passes_on else {})
+
+    @property
+    def grammars(self) -> list[str]:
+        """The keywords that take a grammar."""
+        hints = get_type_hints(ThoughtParams) | get_type_hints(self.program)
+        return [name for name in self.defaults if hints[name] == Grammar | None]
 
     def build(self, **settings: Any) -> Program:
         """Return the program with `settings` in place of its defaults.

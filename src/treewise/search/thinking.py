@@ -36,8 +36,8 @@ class ThoughtParams:
         What ends a thought. Answers end at the end of text.
     thought_grammar, grammar : Grammar, optional
         What each thought, and what the answer must be; the answer's text is what stands behind `conclude`. A thought
-        ends when nothing may follow in its grammar. With `grammar` a chain that has come to its end is asked for an
-        answer as well, in the place of its end token.
+        ends when nothing may follow in its grammar; one that `thought_tokens` cuts off is ended by the next. With
+        `grammar` a chain that has come to its end is asked for an answer as well, in the place of its end token.
 
     Raises
     ------

@@ -110,7 +110,7 @@ async def rollouts(
     max_tokens : int
         The most tokens of a trajectory.
     grammar : Grammar, optional
-        What a trajectory must be; with one width only, as a grammar begins anew where samples branch.
+        What a trajectory must be; samples go on in it where they branch.
 
     Returns
     -------
@@ -123,8 +123,6 @@ async def rollouts(
         If a parameter is out of range, or the reward does not give one finite number a text.
     """
     stages = _stages(widths, at, max_tokens)
-    if grammar is not None and len(stages) > 1:
-        raise ValueError(f"grammar: it begins anew where samples branch; give one width, not {len(stages)}")
     samples, groups = [root], []
     for begin, end, width in stages:
         params = SamplingParams(
