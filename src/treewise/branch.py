@@ -80,7 +80,8 @@ class BranchTree:
         self.root = Branch(self, None, 0, None)
         if known is not None:
             self.root.tip = kv.hold(known)
-        self.root.grow(self.prompt_tokens[self.num_known :], [], [])
+        if self.num_known < len(self.prompt_tokens):
+            self.root.tip = self.root._plant(self.prompt_tokens[self.num_known :])
         self.root.tokens = list(self.prompt_tokens)
         self.root.logprobs = [None] * len(self.prompt_tokens)
         self.root.candidates = [None] * len(self.prompt_tokens)
@@ -162,8 +163,10 @@ class Branch:
     note : Any
         The program's own data.
     tip : Node or None
-        The node in which the path ends and which the branch holds. None while forks of its end hold the keys in its
-        place, so that the last of them goes on where the branch ended; see `end`.
+        The node in which the path ends, but for `num_unplanted` tokens, and which the branch holds. None while forks
+        of its end hold the keys in its place, so that the last of them goes on where the branch ended; see `end`.
+    num_unplanted : int
+        Tokens at the end that are not in the forest yet.
     num_heirs : int
         Live forks of its end.
     num_forks : int
@@ -178,6 +181,7 @@ class Branch:
         self.start = start
         self.ordinal = ordinal
         self.tip: Node | None = None
+        self.num_unplanted = 0
         self.num_heirs = 0
         self.tokens: list[int] = []
         self.logprobs: list[float | None] = []
@@ -231,7 +235,8 @@ class Branch:
     def scratch(self) -> Branch:
         """Fork a branch that no drawing shows and that leaves the seeds of later forks alone."""
         self.require_alive()
-        return self._child(self, self.num_tokens, None, self._carrier())
+        [child] = self._children(self.num_tokens, [None], self._carrier())
+        return child
 
     def append(self, text: str | Sequence[int]) -> Branch:
         """Put text, tokenised on its own, or token ids at the end of the path; returns the branch itself.
@@ -436,26 +441,38 @@ class Branch:
             raise DeadBranchError(f"branch {self.path} is not alive: {self.state}")
 
     def end(self) -> Node:
-        """Return the node in which the path ends; the branch holds it from now on."""
+        """Return the node in which the path ends, now at the latest; the branch holds it from now on."""
         self.require_alive()
         if self.tip is None:
             kv = self.tree.kv
             self.tip = kv.hold(kv.prefix(self._carrier(), self.num_tokens))
+        if self.num_unplanted:
+            self.tip = self._plant(self.tokens[-self.num_unplanted :])
+            self.num_unplanted = 0
         return self.tip
 
     def grow(
         self, tokens: Sequence[int], logprobs: Sequence[float | None], candidates: Sequence[Candidates | None]
     ) -> None:
         """Put tokens with their log-probabilities at the end, in the forest as well."""
-        if not tokens:
-            return
-        kv = self.tree.kv
-        old = self.end() if self.num_heirs else self.tip
-        tip = kv.forest.extend(old, tokens, self.tree.namespace)
-        if tip is not old:
-            self.tip = kv.hold(tip)
-            if old is not None:
-                old.holders -= 1  # it has a child now, so it is in no danger
+        if tokens:
+            if self.num_heirs or self.num_unplanted:
+                self.end()
+            self.tip = self._plant(tokens)
+            self._append(tokens, logprobs, candidates)
+
+    def note_down(
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], candidates: Sequence[Candidates | None]
+    ) -> None:
+        """Put tokens with their log-probabilities at the end; in the forest once somebody asks for the `end`."""
+        if self.num_heirs:
+            self.end()
+        self.num_unplanted += len(tokens)
+        self._append(tokens, logprobs, candidates)
+
+    def _append(
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], candidates: Sequence[Candidates | None]
+    ) -> None:
         self.num_heirs = 0  # they are forks of its middle now
         self.tokens += tokens
         self.logprobs += logprobs
@@ -489,7 +506,7 @@ class Branch:
 
         `carrier` is a node that the path leads to or through, with these tokens.
         """
-        new = [self._child(self, at, ordinal, carrier) for ordinal in ordinals]
+        new = self._children(at, ordinals, carrier)
         self.known_children += new
         self.num_children += len(new)
         self.num_forks += count
@@ -524,16 +541,30 @@ class Branch:
         branch = self
         while branch.tip is None:
             branch = next(child for child in reversed(branch.known_children) if child.alive and child._is_heir)
-        return branch.tip
+        return branch.end()
 
-    def _child(self, owner: Branch, at: int, ordinal: int | None, carrier: Node) -> Branch:
-        child = Branch(self.tree, owner, at, ordinal)
+    def _plant(self, tokens: Sequence[int]) -> Node:
+        """Put tokens into the forest, behind what the path has there; return the node, held, in which they end."""
+        kv, old = self.tree.kv, self.tip
+        tip = kv.forest.extend(old, tokens, self.tree.namespace)
+        if tip is not old:
+            kv.hold(tip)
+            if old is not None:
+                old.holders -= 1  # it has a child now, so it is in no danger
+        return tip
+
+    def _children(self, at: int, ordinals: Iterable[int | None], carrier: Node) -> list[Branch]:
+        """Return a new branch for each of `ordinals`, see `branch_off`."""
         kv = self.tree.kv
-        child.tip = kv.hold(kv.prefix(carrier, at))
-        lost = owner.logprobs[at - owner.start :]
-        child.logprob = owner.logprob - sum(logprob for logprob in lost if logprob is not None)
-        child.guided = owner.guided_at(at)
-        return child
+        tip, guided = kv.prefix(carrier, at), self.guided_at(at)
+        lost = [logprob for logprob in self.logprobs[at - self.start :] if logprob is not None]
+        logprob = self.logprob - sum(lost)
+        children = []
+        for ordinal in ordinals:
+            child = Branch(self.tree, self, at, ordinal)
+            child.tip, child.logprob, child.guided = kv.hold(tip), logprob, guided
+            children.append(child)
+        return children
 
     def _num_given(self, line: Sequence[Branch]) -> int:
         """Return how much of the prompt is on the path: its first fork may cut it."""

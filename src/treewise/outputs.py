@@ -12,21 +12,26 @@ from treewise.settling import uncollected
 
 
 class _Path(NamedTuple):
-    """All tokens of a branch's path, the bytes of each, and what was likely at its place; how many were given."""
+    """The tokens of a branch's path that were not given, the bytes of each, and what was likely at its place."""
 
-    given: int
+    given: int  # tokens of the prompt above
     tokens: list[int]
     pieces: list[bytes]
     candidates: list[Candidates | None]
 
     def then(self, branch: Branch) -> _Path:
         """Return the path of `branch`, which leaves this one."""
-        at, token_bytes = branch.start, branch.tree.codec.token_bytes
+        pieces = list(map(branch.tree.codec.token_bytes, branch.tokens))
+        if branch.parent is None:
+            given = len(branch.tree.prompt_tokens)
+            return _Path(given, branch.tokens[given:], pieces[given:], branch.candidates[given:])
+        given = min(self.given, branch.start)
+        shared = branch.start - given
         return _Path(
-            min(self.given, at) if branch.parent is not None else len(branch.tree.prompt_tokens),
-            self.tokens[:at] + branch.tokens,
-            self.pieces[:at] + [token_bytes(token) for token in branch.tokens],
-            self.candidates[:at] + branch.candidates,
+            given,
+            self.tokens[:shared] + branch.tokens,
+            self.pieces[:shared] + pieces,
+            self.candidates[:shared] + branch.candidates,
         )
 
 
@@ -37,13 +42,13 @@ def completions(branches: Sequence[Branch]) -> list[CompletionOutput]:
     outputs = []
     for index, branch in enumerate(branches):
         path = paths[branch]
-        text = b"".join(path.pieces[path.given :]).decode("utf-8", "replace")
-        asked = [entry for entry in path.candidates if entry is not None] if any(path.candidates) else []
+        text = b"".join(path.pieces).decode("utf-8", "replace")
+        asked = [entry for entry in path.candidates if entry is not None]
         outputs.append(
             CompletionOutput(
                 index=index,
                 text=text[: len(text) - branch.hidden_tail] if branch.hidden_tail else text,
-                token_ids=path.tokens[path.given :],
+                token_ids=path.tokens,
                 cumulative_logprob=branch.logprob,
                 logprobs=[logprobs(entry, branch.tree.codec) for entry in asked] or None,
                 finish_reason=branch.finish_reason,

@@ -103,7 +103,7 @@ def settle(thicket: Thicket, leaves: Sequence[Branch], given: Collection[Branch]
     fallen: dict[Branch, int] = {}
     for chain in chains:
         branch = branches[chain.start]
-        branch.grow(chain.tokens, chain.logprobs, [None] * len(chain.tokens))
+        branch.note_down(chain.tokens, chain.logprobs, [None] * len(chain.tokens))
         if chain.keys:
             adoption.take(branch.end(), chain)
         if chain.forks:

@@ -19,7 +19,8 @@ def search(model, params, eos=()):
     controller = DiverseBeamSearch(params, [(group,) for group in range(params.num_beam_groups)])
     finished, live = grow(model, controller, PROMPT, eos=eos, num_roots=params.num_beam_groups)
     assert not live
-    scores = [controller.score(leaf.path, leaf.tokens, leaf.logprob, leaf.num_tokens) for leaf in finished]
+    columns = zip(*((leaf.path, leaf.tokens, leaf.logprob, leaf.num_tokens) for leaf in finished), strict=True)
+    scores = controller.scores(*columns)
     return [(finished[i].tokens, scores[i]) for i in controller.best([leaf.path for leaf in finished], scores)]
 
 

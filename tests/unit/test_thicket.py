@@ -262,3 +262,29 @@ def test_a_wide_search_makes_branches_at_its_end_only():
     assert not any(branch.pruned for leaf in request.result for branch in leaf.parent.known_children)
     assert any(branch.pruned for branch in request.tree.branches())
     idle(llm)
+
+
+@pytest.mark.parametrize("options", [{}, {"pool": "contiguous"}, {"num_kv_slots": 96, "page_size": 1}])
+def test_the_branches_of_a_wide_search_go_on_as_any_others(options):
+    """They have no nodes of their own until then: forked, cut short, appended to, decoded, pruned."""
+
+    async def program(root):
+        leaves = await decode([root], BeamSearch(BeamSearchParams(12, max_tokens=4)))
+        num_nodes = len(list(root.tree.kv.forest))
+        assert num_nodes < len(leaves)
+        longer = leaves[0].append([5, 6])
+        shorter = leaves[1].fork(2, at=leaves[1].num_tokens - 1)
+        for leaf in leaves[8:]:
+            leaf.prune()
+        chosen = [longer, *shorter, *leaves[2:5], leaves[5].scratch()]
+        begins = [list(branch.path_tokens) for branch in chosen]
+        await generate(chosen, SamplingParams(max_tokens=3, temperature=0))
+        return [(begin, branch.path_tokens) for begin, branch in zip(begins, chosen, strict=True)]
+
+    llm = tiny_llm(MODEL, **options)
+    [output] = llm.run(program, [PROMPT])
+    for begin, path in output.value:
+        assert path[: len(begin)] == begin
+        for length in range(len(begin), len(path)):
+            assert path[length] == int(dense_logits(MODEL, path[:length])[-1].argmax())
+    idle(llm)

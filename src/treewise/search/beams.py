@@ -73,12 +73,15 @@ async def beams(root: Branch, params: BeamSearchParams) -> list[Branch]:
     starts = root.fork(params.num_beam_groups)
     controller = DiverseBeamSearch(params, [start.path for start in starts])
     leaves = await decode(starts, controller)
-    paths = [leaf.path if len(starts) > 1 else starts[0].path for leaf in leaves]  # they tell the groups apart
-    scores = []
-    for leaf, path in zip(leaves, paths, strict=True):
-        tokens = leaf.token_ids if params.diversity_penalty else ()  # all that is asked of them is what they have paid
-        logprob, num_tokens = leaf.logprob - root.logprob, leaf.num_tokens - root.num_tokens
-        scores.append(controller.score(path, tokens, logprob, num_tokens))
+    # Paths tell the groups apart.
+    paths = [leaf.path for leaf in leaves] if len(starts) > 1 else [starts[0].path] * len(leaves)
+    given = root.num_tokens
+    scores = controller.scores(
+        paths,
+        (leaf.token_ids for leaf in leaves),
+        [leaf.logprob - root.logprob for leaf in leaves],
+        [leaf.num_tokens - given for leaf in leaves],
+    )
     best = controller.best(paths, scores)[: params.num_return_sequences]
     for leaf, score in zip(leaves, scores, strict=True):
         leaf.score = score

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,21 +40,31 @@ class DiverseBeamSearch:
         )
         self._paid: list[dict[tuple[int, ...], float]] = [{} for _ in self.starts]  # by the tokens of a path
 
-    def score(self, path: tuple[int, ...], tokens: Sequence[int], logprob: float, num_tokens: int) -> float:
-        """Length-penalised score of a hypothesis, less what it has paid.
+    def scores(
+        self,
+        paths: Sequence[tuple[int, ...]],
+        tokens: Iterable[Sequence[int]],
+        logprobs: Sequence[float],
+        num_tokens: Sequence[int],
+    ) -> list[float]:
+        """Length-penalised scores of hypotheses, less what they have paid.
 
         Parameters
         ----------
-        path : tuple of int
-            Of its branch.
-        tokens : sequence of int
-            Of its path, behind the prompt.
-        logprob : float
+        paths : sequence of tuple of int
+            Of their branches.
+        tokens : iterable of sequence of int
+            Of each path, behind the prompt; not looked at where there is nothing to pay.
+        logprobs : sequence of float
             Summed over the tokens that the search decoded.
-        num_tokens : int
+        num_tokens : sequence of int
             How many those are.
         """
-        return float(self.search.score(logprob - self._paid[self._group(path)].get(tuple(tokens), 0.0), num_tokens))
+        totals = np.array(logprobs, np.float64)
+        if self.penalty:
+            own = zip(paths, tokens, strict=True)
+            totals -= [self._paid[self._group(path)].get(tuple(each), 0.0) for path, each in own]
+        return cast(list[float], self.search.score(totals, np.array(num_tokens, np.float64)).tolist())
 
     def best(self, paths: Sequence[tuple[int, ...]], scores: Sequence[float]) -> list[int]:
         """Return which of some hypotheses are the best, the best first: of a group as many as it has beams."""
