@@ -99,25 +99,29 @@ MAX_SEQUENCES = 8192
 
 def check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     """Refuse what is not a finite real number in ``[low, high]`` (``(low, high]`` with `open_low`)."""
-    accepted = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} must be {accepted}, not {value!r} of type {type(value).__name__}")
     # NOTE: NaN fails every comparison, so the test asks for what is accepted, not for what is wrong.
-    if not (low < float(value) <= high if open_low else low <= float(value) <= high):
-        raise ValueError(f"{name} must be {accepted}, not {value!r}")
+    if isinstance(value, Real) and not isinstance(value, bool):
+        if low < float(value) <= high if open_low else low <= float(value) <= high:
+            return
+        kind = ""
+    else:
+        kind = f" of type {type(value).__name__}"
+    raise ValueError(f"{name} must be a number in {'(' if open_low else '['}{low:g}, {high:g}], not {value!r}{kind}")
 
 
 def check_integer(name: str, value: object, low: int | None = None, high: int | None = None, also: str = "") -> None:
     """Refuse what is not an integer in ``[low, high]``; `also` names further accepted values in the message."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        if (low is None or low <= int(value)) and (high is None or int(value) <= high):
+            return
+        kind = ""
+    else:
+        kind = f" of type {type(value).__name__}"
     if low is None:
         accepted = "an integer"
     else:
         accepted = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
-    accepted += also
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name} must be {accepted}, not {value!r} of type {type(value).__name__}")
-    if (low is not None and int(value) < low) or (high is not None and int(value) > high):
-        raise ValueError(f"{name} must be {accepted}, not {value!r}")
+    raise ValueError(f"{name} must be {accepted}{also}, not {value!r}{kind}")
 
 
 def _check_flag(name: str, value: object) -> None:

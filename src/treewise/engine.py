@@ -283,7 +283,7 @@ class Engine:
                     self._ready.append((task, None, mistake))
 
     def _start(self, task: Task, operation: Operation[Any]) -> None:
-        if not isinstance(operation, Gather | Limit) and (verdict := task.verdict()) is not None:
+        if (verdict := task.verdict()) is not None and not isinstance(operation, Gather | Limit):
             raise verdict
         match operation:
             case Decode():

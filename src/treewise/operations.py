@@ -111,7 +111,9 @@ class Task:
         self.coroutine = coroutine
         self.done = done
         self.parent = parent
-        self.budget = budget
+        # Those that this task draws on, the innermost first, each with the task that has it.
+        self.budgets: list[tuple[Task, Budget]] = [] if budget is None else [(self, budget)]
+        self.budgets += [] if parent is None else parent.budgets
         self.operation: Operation[Any] | None = None  # the last that it has asked for
         if budget is not None:
             budget.begin()
@@ -129,25 +131,21 @@ class Task:
             line.append(task)
         return line
 
-    def budgets(self) -> list[tuple[Task, Budget]]:
-        """Return the budgets that this task draws on, the innermost first, each with the task that has it."""
-        return [(task, task.budget) for task in self.lineage() if task.budget is not None]
-
     def charge(self, tokens: int) -> None:
         """Count decoded tokens on all budgets that this task draws on."""
-        for _, budget in self.budgets():
+        for _, budget in self.budgets:
             budget.tokens_used += tokens
 
     def verdict(self) -> Cancelled | None:
         """Return what is to be raised in this task because a budget of its is used up."""
-        for task, budget in self.budgets():
+        for task, budget in self.budgets:
             if (verdict := budget.verdict(task.name, self.operation)) is not None:
                 return verdict
         return None
 
     def seconds_left(self) -> float | None:
         """Return how long this task may go on waiting; None for as long as it takes."""
-        return min((left for _, budget in self.budgets() if (left := budget.seconds_left) is not None), default=None)
+        return min((left for _, budget in self.budgets if (left := budget.seconds_left) is not None), default=None)
 
     def close(self) -> None:
         """End the coroutine where it stands; what it says on the way out, nobody waits to hear."""
@@ -284,10 +282,11 @@ class DecodeRun:
 
         `known` are the constraints of texts, for branches that are alike so far.
         """
-        grammar, guided = self.stopping.grammar, branch.guided_at(branch.num_tokens)
+        grammar = self.stopping.grammar
         if grammar is None:
             branch.guided = None
             return None
+        guided = branch.guided_at(branch.num_tokens)
         branch.guided = (grammar, branch.num_tokens) if guided is None or guided[0] != grammar else guided
         text = tuple(branch.path_tokens[branch.guided[1] :])
         if text not in known:
@@ -472,8 +471,8 @@ class DecodeRun:
 
     def result(self) -> Any:
         """See `Run.result`."""
-        going = [leaf for leaf in self.leaves if leaf.alive] if self._thicket is None else self._thicket.rows
-        if len(going) and not self.stopped:
+        going = any(leaf.alive for leaf in self.leaves) if self._thicket is None else len(self._thicket.rows) > 0
+        if going and not self.stopped:
             return None
         self.settle()
         leaves = depth_first(leaf for leaf in [*self.finished, *self.leaves] if leaf.alive)

@@ -16,9 +16,11 @@ class StreamRun(DecodeRun):
     def result(self) -> str | None:
         """Return the next piece; empty text once there will be no more, None while there is none yet."""
         [track] = self.tracks.values()
-        piece = track.text.settled[self.sent :]
-        self.sent += len(piece)
-        return piece if piece or super().result() is not None else None
+        settled = track.text.settled
+        if self.sent == len(settled):
+            return None if super().result() is None else ""
+        piece, self.sent = settled[self.sent :], len(settled)
+        return piece
 
 
 class Piece(Operation[str]):

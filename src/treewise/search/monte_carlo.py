@@ -133,7 +133,8 @@ class ConfidenceTree:
             while line[-1] in self.below:
                 parent = line[-1]
                 free = [child for child in self.below[parent] if child not in taken]
-                line.append(max(free, key=lambda child: self.upper_bound(parent, child, losses)))
+                bounds = self.upper_bounds(parent, free, losses)
+                line.append(free[bounds.index(max(bounds))])
             losses.update(line)
             for branch in reversed(line):
                 if taken.issuperset(self.below.get(branch, [])):
@@ -141,11 +142,14 @@ class ConfidenceTree:
             chosen.append(line[-1])
         return chosen
 
-    def upper_bound(self, parent: Branch, child: Branch, losses: Mapping[Branch, int]) -> float:
-        """Return UCB1 of a child, with ``losses[branch]`` more visits of the lowest value at each branch."""
-        visits = child.note.visits + losses[child]
-        mean = (child.note.total + losses[child] * self.lowest) / visits
-        return float(mean + self.c * sqrt(log(parent.note.visits + losses[parent]) / visits))
+    def upper_bounds(self, parent: Branch, children: Sequence[Branch], losses: Mapping[Branch, int]) -> list[float]:
+        """Return UCB1 of children, with ``losses[branch]`` more visits of the lowest value at each branch."""
+        tries, bounds = log(parent.note.visits + losses.get(parent, 0)), []
+        for child in children:
+            lost, known = losses.get(child, 0), child.note
+            visits = known.visits + lost
+            bounds.append((known.total + lost * self.lowest) / visits + self.c * sqrt(tries / visits))
+        return bounds
 
     def add(self, thoughts: Sequence[Branch], values: Sequence[float]) -> None:
         """Take in new branches below known ones, and back up their values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from treewise.awaitables import generate
@@ -72,7 +73,7 @@ class ThoughtParams:
             check_integer(name, getattr(self, name), 1)
         _ = self.thought, self.answer  # check the rest
 
-    @property
+    @cached_property
     def thought(self) -> SamplingParams:
         """How a thought is drawn."""
         return SamplingParams(
@@ -83,7 +84,7 @@ class ThoughtParams:
             grammar=self.thought_grammar,
         )
 
-    @property
+    @cached_property
     def answer(self) -> SamplingParams:
         """How an answer is decoded."""
         return SamplingParams(temperature=0, max_tokens=self.answer_tokens, grammar=self.grammar)
