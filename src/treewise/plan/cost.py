@@ -94,13 +94,16 @@ def work_by_query(layout: Layout, window: int | None, row_tile: int, chunk: int)
 
 def _cut_evenly(layout: Layout, low: Ints, high: Ints, length: Ints, row_tile: int, chunk: int) -> Work:
     pieces = -(-length // chunk)
+    tokens = length if pieces.max() == 1 else -(-length // pieces)
     full = (high - low) // row_tile
     middle = low + full * row_tile  # the last tile of each has fewer rows
-    low, high, tiles = np.append(low, middle), np.append(middle, high), np.append(full, np.ones_like(full))
-    some = high > low
+    whole, rest = full > 0, middle < high
     low, high, tiles, tokens, pieces = (
-        array[some] for array in (low, high, tiles, np.tile(-(-length // pieces), 2), np.tile(pieces, 2))
-    )
+        np.concatenate((of_whole[whole], of_rest[rest]))
+        for of_whole, of_rest in (
+            (low, middle), (middle, high), (full, np.ones_like(full)), (tokens, tokens), (pieces, pieces)
+        )
+    )  # fmt: skip
     return Work(low, high, tiles, tokens, np.zeros_like(low), pieces, len(layout.kv_slots))
 
 
@@ -110,9 +113,9 @@ def gpu_features(work: Work, layer: Layer) -> dict[str, float]:
     ``item_*`` and ``step_*`` count items, and steps of 64 key tokens, a multiprocessor, by the packed rows of the
     compiled kernel. A step and the chain of the longest item count as what 128 elements of 16 bits are.
     """
-    packed = -(-(work.high - work.low) // work.tiles) * (layer.num_heads // layer.num_kv_heads)
+    packed = _rows_of_a_tile(work) * (layer.num_heads // layer.num_kv_heads)
     number = work.tiles * work.pieces * layer.num_kv_heads / multiprocessors(layer.device)
-    steps = -(-work.tokens // STEP) * (layer.head_dim * layer.kv_dtype.itemsize / 256)
+    steps = np.ceil(work.tokens * (1 / STEP)) * (layer.head_dim * layer.kv_dtype.itemsize / 256)
     merged, most = _partial_results(work)
     element = layer.num_heads * layer.head_dim / 1e6
     features = {
@@ -123,12 +126,16 @@ def gpu_features(work: Work, layer: Layer) -> dict[str, float]:
         "partial_mb": 2 * merged * element * (2 if layer.dtype == torch.float16 else 4),
         "kv_mb": 2e-6 * work.kv_tokens * layer.num_kv_heads * layer.head_dim * layer.kv_dtype.itemsize,
     }
-    kernel = np.searchsorted(work.bounds, packed)  # pads all items to the widest of its own
-    widest = np.zeros(len(work.bounds) + 1, np.int64)
-    np.maximum.at(widest, kernel, packed)
-    width = np.searchsorted(BOUNDS, widest[kernel])
-    items = np.bincount(width, weights=number, minlength=3)
-    all_steps = np.bincount(width, weights=number * steps, minlength=3)
+    kernel = np.zeros(len(packed), np.int64)
+    for bound in work.bounds:
+        kernel += packed > bound
+    number_in, steps_in = np.bincount(kernel, weights=number), np.bincount(kernel, weights=number * steps)
+    items, all_steps = np.zeros((2, 3))
+    for i in range(len(number_in)):
+        widest = packed.max(where=kernel == i, initial=0)  # a kernel pads all items to its widest
+        width = np.searchsorted(BOUNDS, widest)
+        items[width] += number_in[i]
+        all_steps[width] += steps_in[i]
     for place, name in enumerate(("16", "64", "128")):
         features[f"item_{name}"], features[f"step_{name}"] = float(items[place]), float(all_steps[place])
     return features
@@ -140,7 +147,7 @@ def cpu_features(work: Work, layer: Layer) -> dict[str, float]:
     ``*_products`` are millions of multiplications of queries with keys, ``*_keys`` millions of elements of keys that
     are read, ``masked`` millions of scores under a mask.
     """
-    rows = -(-(work.high - work.low) // work.tiles)
+    rows = _rows_of_a_tile(work)
     number = work.tiles * work.pieces
     alone = rows * work.tokens >= ALONE
     keys = number * work.tokens * (layer.num_kv_heads * layer.head_dim / 1e6)
@@ -166,6 +173,14 @@ def cpu_features(work: Work, layer: Layer) -> dict[str, float]:
 
 FEATURES: Mapping[str, Callable[[Work, Layer], dict[str, float]]] = {"cuda": gpu_features, "cpu": cpu_features}
 """The features of each kind of device."""
+
+
+def _rows_of_a_tile(work: Work) -> Ints:
+    """Return how many rows each tile has at most."""
+    rows = work.high - work.low
+    several = np.flatnonzero(work.tiles > 1)  # few, and a division takes longer than all else
+    rows[several] = -(-rows[several] // work.tiles[several])
+    return rows
 
 
 def _partial_results(work: Work) -> tuple[float, float]:

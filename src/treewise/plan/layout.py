@@ -51,11 +51,13 @@ def lay_out(tree: TreeSpec, slots: Ints, window: int | None) -> Layout:
     seen = depth[node] - length[node] + offset + 1
     check("query_node", node, seen > 0, "have a token on its path, or its query sees nothing")
 
-    row_order = np.lexsort((offset, rank[node]))
+    row_rank = rank[node]
+    row_order = stable_order(offset + 1, int(length.max()) + 1)
+    row_order = row_order[stable_order(row_rank[row_order], tree.num_nodes)]
     row_node, row_offset, row_seen = node[row_order], offset[row_order], seen[row_order]
     row_starts = np.ones(len(row_order), bool)
     row_starts[1:] = (row_node[1:] != row_node[:-1]) | (row_offset[1:] != row_offset[:-1] + 1)
-    rows_before = indptr(np.bincount(rank[node], minlength=tree.num_nodes))
+    rows_before = indptr(np.bincount(row_rank, minlength=tree.num_nodes))
     low, high = rows_before[rank], rows_before[rank + size]
     if tree.position is None:
         row_position = row_seen - 1
@@ -130,13 +132,13 @@ def _preorder(parent: Ints, hops: list[Ints]) -> tuple[Ints, Ints]:
         size += np.bincount(hop, weights=size, minlength=count + 1)
     sizes = size[:count].astype(np.int64)
     above = np.where(parent < 0, count, parent)
-    siblings = np.argsort(above, kind="stable")
-    sizes_there = sizes[siblings]
-    ends = np.cumsum(sizes_there)
-    before = ends - sizes_there
-    new = np.diff(above[siblings], prepend=-1) != 0
+    siblings = stable_order(above, count + 1)
+    sizes_there, above_there = sizes[siblings], above[siblings]
+    before = sizes_there.cumsum() - sizes_there
+    new = np.ones(count, bool)
+    np.not_equal(above_there[1:], above_there[:-1], out=new[1:])
     step = np.empty(count, np.int64)  # from a parent's place to its child's
-    step[siblings] = before - np.maximum.accumulate(np.where(new, before, 0)) + 1
+    step[siblings] = before - np.maximum.accumulate(before * new) + 1
     return along_paths(hops, step, np.add) - 1, sizes
 
 
@@ -161,7 +163,9 @@ def range_min(values: Ints, low: Ints, high: Ints) -> Ints:
 
 def indptr(counts: Ints) -> Ints:
     """Offsets of consecutive ranges of these lengths, with the end of the last."""
-    return np.concatenate(([0], np.cumsum(counts)))
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    counts.cumsum(out=offsets[1:])
+    return offsets
 
 
 def ranges(start: Ints, end: Ints) -> Ints:

@@ -158,10 +158,11 @@ def flatten(layout: Layout, sizes: Blocks, step: int) -> Partition:
     trees never share a block: a hidden value that is not finite would still spoil the block's other rows.
     """
     length, readers = layout.node_end - layout.node_start, layout.node_high - layout.node_low
-    path_cut, copies = _tile(layout, sizes.paths)
+    path_cut, tiled = _tile(layout, sizes.paths)
+    copies = tiled.last - tiled.first
     lone = readers <= sizes.lone.rows
     own = length >= np.where(lone, sizes.lone_length, sizes.shared_length)
-    tiles = -(-len(layout.row_order) // path_cut.rows)
+    tiles = len(tiled.bounds) - 1
     if not (own & lone).any() and (tiles == 1 or length[~own].sum() <= STEP * tiles):
         own &= length > path_cut.most
     own |= (copies > 1) & (copies * length > sizes.copied)
@@ -169,7 +170,7 @@ def flatten(layout: Layout, sizes: Blocks, step: int) -> Partition:
     if not lone[long].all():  # the multiprocessors are not for the paths alone
         path_cut = path_cut._replace(wanted=path_cut.wanted[-1:])
     own_items, own_fresh = _long_nodes(layout, sizes, step, long, lone[long])
-    items, fresh, part_start, part_end = _paths(layout, path_cut, step, short)
+    items, fresh, part_start, part_end = _paths(layout, path_cut, tiled, step, short)
     # The key arrays are those of the long nodes, once, and then the paths of each row tile.
     start, end = layout.node_start[long], layout.node_end[long]
     bounds = indptr(end - start)
@@ -181,30 +182,32 @@ def flatten(layout: Layout, sizes: Blocks, step: int) -> Partition:
     return Partition(layout, items, np.concatenate((own_fresh, fresh)), parts=parts, bounds=sizes.bounds)
 
 
-def _tile(layout: Layout, cuts: tuple[Cut, ...]) -> tuple[Cut, Ints]:
-    """Choose among tiles of rows, and tell how many of them read each node."""
-    num_rows, length = len(layout.row_order), layout.node_end - layout.node_start
-    pairs, copies = [], []
+class _Tiles(NamedTuple):
+    """Tiles of rows, between their bounds; the first that reads each node, and the one after the last."""
+
+    bounds: Ints
+    first: Ints
+    last: Ints
+
+
+def _tile(layout: Layout, cuts: tuple[Cut, ...]) -> tuple[Cut, _Tiles]:
+    """Choose among tiles of rows."""
+    length, last_reader = layout.node_end - layout.node_start, layout.node_high - 1
+    pairs, tiles = [], []
     for cut in cuts:
-        bounds = _tile_bounds(num_rows, cut.rows)
-        first, last = _tiles_of(layout, bounds, slice(None))
-        copies.append(last - first)
+        bounds = _tile_bounds(len(layout.row_order), cut.rows)
+        tile_of = np.arange(len(bounds) - 1).repeat(bounds[1:] - bounds[:-1])
+        tiles.append(_Tiles(bounds, tile_of[layout.node_low], tile_of[last_reader] + 1))
         width = 1 << (int(bounds[-1] - bounds[-2]) - 1).bit_length()  # a kernel pads its rows
-        pairs.append(width * int(length @ copies[-1]))
+        pairs.append(width * int(length @ (tiles[-1].last - tiles[-1].first)))
     chosen = next(i for i, number in enumerate(pairs) if number <= 1.3 * min(pairs))
-    return cuts[chosen], copies[chosen]
+    return cuts[chosen], tiles[chosen]
 
 
 def _tile_bounds(num_rows: int, most: int) -> Ints:
     """Cut rows evenly in the fewest tiles of at most so many."""
     tiles = -(-num_rows // most)
     return np.arange(tiles + 1) * num_rows // tiles
-
-
-def _tiles_of(layout: Layout, bounds: Ints, nodes: Ints | slice) -> tuple[Ints, Ints]:
-    """Return the first tile whose rows read each node, and the one after the last."""
-    first: Ints = np.searchsorted(bounds, layout.node_low[nodes], side="right") - 1
-    return first, np.searchsorted(bounds, layout.node_high[nodes])
 
 
 def _long_nodes(layout: Layout, sizes: Blocks, step: int, long: Ints, lone: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
@@ -230,16 +233,15 @@ def _long_nodes(layout: Layout, sizes: Blocks, step: int, long: Ints, lone: npt.
     return _items(row_low, row_high, kv_start, kv_end, free_end, which[tile]), fresh
 
 
-def _paths(layout: Layout, cut: Cut, step: int, short: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+def _paths(layout: Layout, cut: Cut, tiled: _Tiles, step: int, short: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Items that read short nodes along the paths of row tiles, and the key tokens that each is the first to read.
 
     Also returns of which parts [start, end) of the layout their key tokens consist.
     """
-    num_rows, trees = len(layout.row_order), int(layout.node_root[-1]) + 1
-    bounds = _tile_bounds(num_rows, cut.rows)
+    bounds, trees = tiled.bounds, int(layout.node_root[-1]) + 1
     tiles = len(bounds) - 1
-    first, last = _tiles_of(layout, bounds, short)
-    node, tile = np.repeat(short, last - first), ranges(first, last)
+    first, last = tiled.first[short], tiled.last[short]
+    node, tile = short.repeat(last - first), ranges(first, last)
 
     # Segments: what a row tile sees of a node, mask-free and then masked. A list is all segments of a row tile.
     start, end = layout.node_start[node], np.minimum(layout.node_end[node], layout.first_read[bounds[tile + 1]])
@@ -258,12 +260,14 @@ def _paths(layout: Layout, cut: Cut, step: int, short: Ints) -> tuple[Ints, Ints
     list_start, list_end = offset[first], offset[np.append(first[1:], len(own_list))]
     chunk = cut.chunk(list_end - list_start)
     _, kv_start, kv_end = _even(list_start, list_end, np.full(len(first), chunk), step)
-    part = np.sort(np.concatenate((offset[:-1], kv_start)), kind="stable")
-    part = part[np.diff(part, prepend=-1) > 0]
-    segment = np.searchsorted(offset, part, side="right") - 1
+    inside = np.searchsorted(offset, kv_start, side="right") - 1  # the segment in which each item starts
+    cuts = kv_start > offset[inside]
+    head = inside + cuts.cumsum()  # the first part of each item
+    segment = np.arange(len(start)).repeat(np.bincount(inside[cuts], minlength=len(start)) + 1)
+    part = offset[segment]
+    part[head] = kv_start
     part_start = start[segment] + part - offset[segment]
     part_end = part_start + np.append(part[1:], offset[-1]) - part
-    head = np.searchsorted(part, kv_start)  # the first part of each item
     row_low, high = bounds[tile[segment]], layout.node_high[node[segment]]
     item_low = np.maximum(row_low[head], np.minimum.reduceat(layout.kv_low[part_start], head))
     item_high = np.minimum(bounds[tile[segment[head]] + 1], np.maximum.reduceat(high, head))
