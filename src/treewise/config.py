@@ -156,9 +156,9 @@ class SamplingParams:
     Attributes
     ----------
     n : int
-        Branches that continue each prompt, from 1 to `MAX_SEQUENCES`.
+        Branches that continue each prompt, from 1 to 8192.
     temperature : float
-        Divides the logits, in [0, 1000]. At or below `GREEDY_TEMPERATURE` the most likely token is taken and
+        Divides the logits, in [0, 1000]. At or below 0.001 the most likely token is taken and
         `top_k`, `top_p`, `min_p` and `seed` have no effect.
     top_k : int
         Keeps the `top_k` most likely tokens; 0 or -1 keeps all.
@@ -166,8 +166,10 @@ class SamplingParams:
         Keeps the most likely tokens that together reach this probability, in (0, 1].
     min_p : float
         Keeps tokens at least `min_p` times as likely as the most likely one, in [0, 1].
-    presence_penalty, frequency_penalty : float
-        Taken off the logit of a token in the output so far, once or once an occurrence; in [-2, 2].
+    presence_penalty : float
+        Taken off the logit of every token in the output so far; in [-2, 2].
+    frequency_penalty : float
+        Taken off that logit for each time the token has come so far; in [-2, 2].
     repetition_penalty : float
         Divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the output so far;
         in [0.01, 100].
@@ -178,16 +180,18 @@ class SamplingParams:
     min_tokens : int
         Tokens to decode before end of text, `stop_token_ids` or `stop` may end the branch.
     stop : str or sequence of str
-        Strings that end the branch, kept as a tuple. A string in the prompt does not count.
+        Strings that end the branch. A string in the prompt does not count.
     stop_token_ids : sequence of int
-        Token ids that end the branch besides the model's own end-of-text ids, kept as a tuple.
+        Token ids that end the branch besides the model's own end-of-text ids.
     ignore_eos : bool
         Decode past the model's end-of-text ids.
     include_stop_str_in_output : bool
         Leave the stop string that ended the branch at the end of its text.
-    logprobs, prompt_logprobs : int or None
-        How many of the most likely tokens to report with each output or prompt token, at least 0: the log-prob of
-        the token itself is always reported. ``None``: none.
+    logprobs : int or None
+        How many of the most likely tokens to report with each output token, at least 0: the log-prob of the token
+        itself is always reported. ``None``: none.
+    prompt_logprobs : int or None
+        The same for each prompt token.
     logit_bias : mapping of int to float
         Added to the logits of these token ids, each in [-100, 100].
     grammar : Grammar or None

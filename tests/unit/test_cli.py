@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -9,9 +10,10 @@ from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 import treewise.llm
-from treewise.cli import main
+from treewise.cli import app, main
 from treewise.cli.options import ModelOptions
 from treewise.cli.search import parse_settings
 from treewise.config import BeamSearchParams
@@ -277,6 +279,19 @@ def test_rollouts_are_lines_of_json(capsys, monkeypatch):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["token_ids"] for line in lines] == [[3], [3]]
     assert lines[0]["logprobs"] == ["-Infinity"]
+
+
+@pytest.mark.parametrize("verb", ["generate", "search", "models", "env", "bench attention", "bench tree", "bench fit"])
+def test_help_has_a_word_on_each_flag_and_no_empty_default(verb, capsys):
+    app([*verb.split(), "--help"], console=Console(width=200))
+    lines = capsys.readouterr().out.splitlines()
+    flags = [line for line in lines if line.startswith("│ --")]
+    assert flags or verb in ("models", "env")
+    for line in flags:
+        words = line.strip("│ ").partition("  ")[2].strip()
+        assert words and not words.startswith("[default"), line
+    text = " ".join(lines)
+    assert "--empty-" not in text and not re.search(r"\[default: (\(\)|\{\}|None)?\]", text)
 
 
 def test_search_lists_strategies(capsys):

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 from treewise import __version__
 
+
+def _default(value: Any) -> str | None:
+    """Return a default as help shows it; none where it is nothing."""
+    return None if value in (None, "", (), {}) else str(value)
+
+
 app = App(
     name="treewise",
+    default_parameter=Parameter(negative_iterable=(), show_default=_default),
     help="Decode trees with a language model: every shared key and value is read once.",
     version=__version__,
     result_action="return_value",
