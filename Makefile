@@ -9,6 +9,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+WITH_LIBRARIES := $(VENV)/.with-libraries
 
 # Threads that wait by spinning slow each other down many times over where other programs want the same cores.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -21,7 +22,7 @@ help: ## Show what there is to make
 demo: $(INSTALLED) ## Solve a real prompt with three strategies on the CPU and draw the trees
 	$(BIN)/python examples/demo.py
 
-test: lint ## Lint, types, import contract, tests
+test: lint $(WITH_LIBRARIES) ## Lint, types, import contract, tests
 	@echo '== tests'
 	$(BIN)/python -m pytest
 
@@ -45,4 +46,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "treewise needs Python 3.11 or later: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The heavier libraries that there are adapters for: only their tests need them.
+$(WITH_LIBRARIES): $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,lm-eval,reasoners]'
 	@touch $@

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tiny import dense_logits, greedy, idle, tiny_llm, tiny_model
 
-pytest.importorskip("reasoners")
+pytest.importorskip("reasoners", reason="needs llm-reasoners: pip install 'treewise[reasoners]'")
 
 from treewise.adapters.reasoners import TreewiseModel
 
