@@ -519,7 +519,7 @@ class Branch:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` at the end of the path."""
-        text = b"".join(self.tree.codec.token_bytes(token) for token in tokens).decode("utf-8", "replace")
+        text = b"".join(map(self.tree.codec.token_bytes, tokens)).decode("utf-8", "replace")
         return text[: len(text) - self.hidden_tail] if self.hidden_tail else text
 
     def release(self, state: str, below: Sequence[Branch] = ()) -> None:
@@ -640,9 +640,10 @@ def keep(branches: Sequence[Branch], values: Sequence[float], k: int) -> list[Br
         raise ValueError(f"k: cannot keep {k} branches")
     for branch, value in zip(branches, values, strict=True):
         branch.score = float(value)
+    where = _caller()
     ranked = sorted(range(len(branches)), key=lambda i: -values[i])
     for i in ranked[k:]:
-        branches[i].prune()
+        branches[i].prune(where)
     return [branches[i] for i in ranked[:k]]
 
 
