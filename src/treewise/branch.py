@@ -616,7 +616,8 @@ def depth_first(branches: Iterable[Branch]) -> list[Branch]:
         branch = stack.pop()
         if branch in wanted:
             order.append(branch)
-        stack.extend(sorted(below.get(branch, ()), key=_ordinal, reverse=True))
+        if branch in below:
+            stack.extend(sorted(below[branch], key=_ordinal, reverse=True))
     return order
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -95,9 +96,9 @@ def settle(thicket: Thicket, leaves: Sequence[Branch], given: Collection[Branch]
     adoption = _Adoption(thicket, entries)
     before = [leaf.logprob for leaf in leaves]
 
-    begun: dict[int, list[_Chain]] = {}  # the lines that begin where a line ends
+    begun: defaultdict[int, list[_Chain]] = defaultdict(list)  # the lines that begin where a line ends
     for chain in chains[number:]:
-        begun.setdefault(chain.above, []).append(chain)
+        begun[chain.above].append(chain)
     branches = dict(enumerate(leaves))
     first_forks: dict[int, int] = {}
     fallen: dict[Branch, int] = {}
@@ -136,12 +137,12 @@ def _chains(thicket: Thicket, lines: Lines, starts: NDArray[np.bool_]) -> tuple[
     parent = thicket.parent[begins]
     columns = (
         begins, last, np.where(parent < 0, -1, lines.line[parent]), lines.rank[begins], lines.children[last],
-        thicket.died[last], np.diff(slots_before[bounds]), bounds[:-1], bounds[1:],
+        thicket.died[last], np.diff(slots_before[bounds]),
     )  # fmt: skip
-    tokens, logprobs = thicket.token[entries].tolist(), thicket.logprob[entries].tolist()
+    own = list(map(slice, bounds[:-1].tolist(), bounds[1:].tolist()))
+    own_values = (map(column[entries].tolist().__getitem__, own) for column in (thicket.token, thicket.logprob))
     return entries, [
-        _Chain._make((*facts, tokens[low:high], logprobs[low:high], slice(low, high)))
-        for *facts, low, high in zip(*(column.tolist() for column in columns), strict=True)
+        _Chain._make(facts) for facts in zip(*(column.tolist() for column in columns), *own_values, own, strict=True)
     ]
 
 
