@@ -150,9 +150,10 @@ class Runner:
         """Compute rows; gives the logits of all of them by default."""
         config = self.model.config
         windows, scale, soft_cap = config.layer_windows, config.attention_scale, config.attention_soft_cap
+        pools = list(zip(self.k.unbind(), self.v.unbind(), strict=True))  # of the layers
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            k, v = self.k[layer], self.v[layer]
+            k, v = pools[layer]
             q = rotate_and_store(heads, k, v, slots)
             return cast(Tensor, run_plan(plans[windows[layer]], q, k, v, scale=scale, soft_cap=soft_cap))
 

@@ -109,9 +109,10 @@ def run_plan(
             raise ValueError(f"{name} is {value}; it must be above 0")
     _check_factors(k, k_scale, v_scale)
     chosen = get_backend(backend or plan.backend, q.device)
-    reasons = chosen.unsupported(AttentionSpec.of(plan))
-    if reasons:
-        raise ValueError(f"backend {chosen.name!r} cannot run this plan: {'; '.join(reasons)}")
+    if chosen.name not in plan.accepted_by:
+        if reasons := chosen.unsupported(AttentionSpec.of(plan)):
+            raise ValueError(f"backend {chosen.name!r} cannot run this plan: {'; '.join(reasons)}")
+        plan.accepted_by.add(chosen.name)
     out, lse = chosen.run(plan, q, k, v, Scoring(scale, soft_cap, k_scale, v_scale), return_lse)
     return out if not return_lse or lse is None else (out, lse)
 

@@ -86,6 +86,11 @@ def quantise(rows: torch.Tensor, pool: torch.Tensor, factor: torch.Tensor | None
     return rows.to(pool.dtype)
 
 
+def power_of_2(number: int) -> int:
+    """Return the least power of two that is not below `number`; Triton's own function costs the host microseconds."""
+    return 1 << (number - 1).bit_length()
+
+
 class AttentionBackend(Protocol):
     """One way to run plans. A backend has no state of its own; what it prepares for a plan it keeps in the plan."""
 

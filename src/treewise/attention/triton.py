@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
 
 from treewise.attention import kernels
-from treewise.attention.backend import FP8, AttentionSpec, Factors, Pair, Scoring, read
+from treewise.attention.backend import FP8, AttentionSpec, Factors, Pair, Scoring, power_of_2, read
 from treewise.plan import Plan
 from treewise.plan.data import FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
 from treewise.plan.devices import capability, multiprocessors
@@ -154,7 +153,7 @@ class TritonBackend:
         strides = (stride for tensor in (*new, *pool) for stride in tensor.stride()[:2])
         kernels.store_rows[(len(slots),)](
             *new, *pool, *both, slots, *strides, torch.finfo(pool[0].dtype).max,
-            DIM=dim, DIM_PAD=triton.next_power_of_2(dim), HEADS=heads, HEADS_PAD=triton.next_power_of_2(heads),
+            DIM=dim, DIM_PAD=power_of_2(dim), HEADS=heads, HEADS_PAD=power_of_2(heads),
             SCALED=both[0] is not None, LIMITED=pool[0].dtype == FP8,
         )  # fmt: skip
 
@@ -195,18 +194,18 @@ def prepare(plan: Plan) -> Work:
     work = plan.prepared.get(TritonBackend.name)
     if work is None:
         row_bytes = _dim_pad(plan) * plan.dtype.itemsize
-        entries = min(8, max(2, triton.next_power_of_2(int(np.diff(plan.reduce_indptr).max(initial=1)))))
+        entries = min(8, max(2, power_of_2(int(np.diff(plan.reduce_indptr).max(initial=1)))))
         work = plan.prepared[TritonBackend.name] = Work(
             launches=_launches(plan, row_bytes),
             ordered=bool((np.diff(plan.row_order) == 1).all()),
             entries=entries,
-            block=max(1, min(4, 16 // entries, 1024 // row_bytes, triton.next_power_of_2(plan.num_heads))),
+            block=max(1, min(4, 16 // entries, 1024 // row_bytes, power_of_2(plan.num_heads))),
         )
     return work
 
 
 def _dim_pad(plan: Plan) -> int:
-    return int(max(16, triton.next_power_of_2(plan.head_dim)))
+    return max(16, power_of_2(plan.head_dim))
 
 
 def _both(factors: Factors, k: torch.Tensor) -> Factors:
@@ -230,7 +229,7 @@ def _launches(plan: Plan, row_bytes: int) -> tuple[Launch, ...]:
     runs = _runs(plan)
     launches = []
     for first, end in pairwise([*starts, len(packed)]):
-        width = max(16, triton.next_power_of_2(int(packed[first:end].max())))
+        width = max(16, power_of_2(int(packed[first:end].max())))
         masked = bool((free[first:end] < length[first:end]).any())
         warps = 8 if width > 64 or plan.head_dim > 128 else 4
         run = int(runs[first:end].min()) if width <= 32 else 1  # wider ones have better use for their registers

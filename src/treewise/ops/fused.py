@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from treewise.attention.backend import FP8
+from treewise.attention.backend import FP8, power_of_2
 from treewise.ops import kernels
 from treewise.ops.plain import Heads
 from treewise.plan.devices import capability
@@ -24,7 +23,7 @@ def rms_norm(
     x = x.contiguous()
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
-    block = triton.next_power_of_2(x.shape[1])
+    block = power_of_2(x.shape[1])
     kernels.norm_rows[(len(x),)](
         x, None if residual is None else residual.contiguous(), weight, normed, total, eps,
         SIZE=x.shape[1], BLOCK=block, OFFSET=offset, num_warps=max(1, min(16, block // 256)), **_overlap(x.device),
@@ -37,7 +36,7 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     gate_up = gate_up.contiguous()
     rows, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, size))
-    kernels.gate_rows[(rows, triton.cdiv(size, COLUMNS))](
+    kernels.gate_rows[(rows, -(-size // COLUMNS))](
         gate_up, out, SIZE=size, BLOCK=COLUMNS, GELU={"silu": False, "gelu_pytorch_tanh": True}[activation],
         num_warps=4, **_overlap(gate_up.device),
     )  # fmt: skip
@@ -53,9 +52,9 @@ def rotate_and_store(
     num_kv_heads = k.shape[1]
     num_heads = total - 2 * num_kv_heads
     q = stacked.new_empty((rows, num_heads, dim))
-    half_pad = triton.next_power_of_2(dim // 2)
-    block = max(1, min(triton.next_power_of_2(total), COLUMNS // half_pad))
-    kernels.rotate_heads[(rows * triton.cdiv(total, block),)](
+    half_pad = power_of_2(dim // 2)
+    block = max(1, min(power_of_2(total), COLUMNS // half_pad))
+    kernels.rotate_heads[(rows * -(-total // block),)](
         stacked, heads.cos, heads.sin, heads.q_norm, heads.k_norm, q, k, v, k_scale, v_scale, slots, heads.eps,
         torch.finfo(k.dtype).max, *k.stride()[:2], *v.stride()[:2],
         HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=dim // 2, HALF_PAD=half_pad, BLOCK=block, OFFSET=heads.offset,

@@ -92,6 +92,8 @@ class Plan:
         puts into ``kv_readers``.
     prepared : dict
         What a backend worked out once for this plan, by backend name.
+    accepted_by : set of str
+        The backends that were asked whether they can run this plan, and can.
     """
 
     method: str
@@ -126,6 +128,7 @@ class Plan:
     grown: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     prepared: dict[str, Any] = field(default_factory=dict, repr=False)
+    accepted_by: set[str] = field(default_factory=set, repr=False)
 
     @property
     def num_rows(self) -> int:
