@@ -18,14 +18,16 @@ from treewise.batch import Batch
 from treewise.branch import Branch, BranchTree, Codec
 from treewise.budgets import Budget, Limit
 from treewise.config import check_integer
+from treewise.decoding import DecodeRun, Drawn, draw
 from treewise.graphs import Plans
 from treewise.kv import KVManager
-from treewise.operations import DecodeRun, Drawn, Gain, InvalidLogits, Limits, ObserveRun, Run, Task, draw
+from treewise.operations import Gain, InvalidLogits, Limits, ObserveRun, Run
 from treewise.results import Usage
 from treewise.runner import Runner
 from treewise.sampler import row_key
 from treewise.scheduler import Crowded, Delivery, Lane, PoolTooSmall, Scheduler
 from treewise.streams import Piece
+from treewise.tasks import Task
 from treewise.thicket import Thicket
 
 Program = Callable[[Branch], Coroutine[Any, Any, Any]]

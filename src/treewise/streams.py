@@ -5,7 +5,9 @@ from __future__ import annotations
 from treewise.awaitables import Operation, generate
 from treewise.branch import Branch
 from treewise.config import SamplingParams
-from treewise.operations import DecodeRun, Limits, Task
+from treewise.decoding import DecodeRun
+from treewise.operations import Limits
+from treewise.tasks import Task
 
 
 class StreamRun(DecodeRun):

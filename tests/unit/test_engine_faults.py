@@ -24,7 +24,7 @@ from treewise import (
 from treewise.awaitables import Observe
 from treewise.branch import Branch, BranchTree, DeadBranchError
 from treewise.engine import Request
-from treewise.operations import Task
+from treewise.tasks import Task
 from treewise.tree import Node
 
 MODEL = tiny_model(windows=(None, 9), max_positions=80)

@@ -24,7 +24,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def start(self, pool, num_kv_slots, max_num_rows, caching, looks_ahead, wide):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("treewise.operations.WIDE", wide)
+        self.patch.setattr("treewise.decoding.WIDE", wide)
         self.load = Load(
             pool=pool[0],
             page_size=pool[1],

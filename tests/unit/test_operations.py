@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tiny import idle, tiny_llm
 
-from treewise import BeamSearchParams, SamplingParams, choices, operations
+from treewise import BeamSearchParams, SamplingParams, choices, decoding
 
 
 def test_all_requests_of_a_step_are_drawn_for_at_once(monkeypatch):
@@ -19,7 +19,7 @@ def test_all_requests_of_a_step_are_drawn_for_at_once(monkeypatch):
         calls.append(len(rows))
         return choices.choose(logits, rows, eos_token_ids)
 
-    monkeypatch.setattr(operations, "choose", choose)
+    monkeypatch.setattr(decoding, "choose", choose)
     llm = tiny_llm()
     prompts = ["Once", "Twice", "Never"]
     params = [SamplingParams(n=n, temperature=n % 2, seed=n, max_tokens=6, ignore_eos=True) for n in (1, 2, 3)]

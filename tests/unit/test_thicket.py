@@ -24,7 +24,7 @@ PROMPT = list(range(1, 40))
 
 @pytest.fixture(autouse=True)
 def every_search_is_wide(monkeypatch):
-    monkeypatch.setattr("treewise.operations.WIDE", 1)
+    monkeypatch.setattr("treewise.decoding.WIDE", 1)
 
 
 class Trie:

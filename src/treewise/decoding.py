@@ -1,0 +1,541 @@
+"""Decoding under way: leaves that grow, branch and are pruned as a controller says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treewise.awaitables import Decode
+from treewise.branch import Branch, depth_first
+from treewise.choices import Choice, Choices, choose
+from treewise.config import SamplingParams
+from treewise.constraint import Constraint
+from treewise.controller import Drawing, Leaf, Leaves, TreeView
+from treewise.kv import OutOfSlots
+from treewise.operations import Event, Gain, InvalidLogits, Limits, Run, check_own, gather_rows
+from treewise.sampler import Candidates, SamplingRow, grammar_biases, invalid_rows, log_probs, ranked
+from treewise.scheduler import Lane
+from treewise.settling import settle, uncollected
+from treewise.tasks import Task
+from treewise.text import Detokenizer
+from treewise.thicket import Ints, Thicket
+
+WIDE = 64
+"""Rows from which on a step is kept in arrays; narrower trees go on with the plan of the step before where they can."""
+
+
+@dataclass(slots=True)
+class _Track:
+    """What a run knows of a leaf."""
+
+    place: int  # which of the operation's branches it descends from
+    logprob: float  # of its path where the operation began
+    limit: int  # length of the path at which it is full
+    text: Detokenizer
+    constraint: Constraint | None
+    num_decoded: int = 0  # in this operation
+
+
+class DecodeRun:
+    """Decodes leaves token by token under a controller.
+
+    As long as a step concerns no leaf by itself, what it decodes is kept in a `Thicket`: where the controller reads
+    the numbers of `TreeView.leaves` only, and no text is looked at to see whether a leaf ends. It is made into branches
+    as soon as somebody may see them, see `settle`.
+
+    Parameters
+    ----------
+    task : Task
+    operation : Decode
+    limits : Limits
+    """
+
+    def __init__(self, task: Task, operation: Decode, limits: Limits) -> None:
+        check_own(task, operation.branches)
+        self.task = task
+        self.controller = operation.controller
+        self.stopping = operation.controller.stopping
+        self.limits = limits
+        self.tracks: dict[Branch, _Track] = {}  # of all leaves
+        self.given = set(operation.branches)
+        self.finished: list[Branch] = []
+        self.leaves: list[Branch] = []
+        self.depth = 0
+        self.stopped = False
+        self._lanes: dict[Lane, Branch] = {}
+        self._logits: dict[Branch, tuple[Tensor, int]] = {}
+        self._drawn: dict[Branch, tuple[int, tuple[Tensor, int]]] = {}  # which of the choices, from which logits
+        self._assumed: dict[Branch, tuple[int, tuple[Tensor, int]]] = {}
+        self._thicket: Thicket | None = None  # below `leaves`
+        self._parts: list[Tensor] = []  # the logits of its rows, as far as they are there
+        self._gained: list[Branch] = []  # in the last step
+        stopping = self.stopping
+        stopping.check_vocabulary(limits.vocab_size)
+        constraints: dict[tuple[int, ...], Constraint] = {}
+        for i, branch in enumerate(operation.branches):
+            constraint = self._constraint(branch, constraints)
+            branch.finish_reason, branch.stop_reason, branch.hidden_tail = None, None, 0
+            limit, length = limits.max_model_len, branch.num_tokens
+            if stopping.max_tokens is not None:
+                limit = min(limit, length + stopping.max_tokens)
+            text = Detokenizer(
+                branch.tree.codec, stopping.stop, stopping.include_stop_str_in_output, stopping.min_tokens
+            )
+            self.tracks[branch] = _Track(i, branch.logprob, limit, text, constraint)
+            if length >= limit:
+                branch.finish_reason = "length"
+            self._file(branch)
+        self._await_logits()
+
+    def _constraint(self, branch: Branch, known: dict[tuple[int, ...], Constraint]) -> Constraint | None:
+        """Return how far a branch has come in the operation's grammar: its text goes on where a limit has cut it off.
+
+        `known` are the constraints of texts, for branches that are alike so far.
+        """
+        grammar = self.stopping.grammar
+        if grammar is None:
+            branch.guided = None
+            return None
+        guided = branch.guided_at(branch.num_tokens)
+        branch.guided = (grammar, branch.num_tokens) if guided is None or guided[0] != grammar else guided
+        text = tuple(branch.path_tokens[branch.guided[1] :])
+        if text not in known:
+            known[text] = self.limits.lexicon.start(grammar, text)
+        return known[text].fork()
+
+    def lanes(self) -> list[Lane | Thicket]:
+        """See `Run.lanes`."""
+        if self._thicket is not None:
+            return [] if self._thicket.done else [self._thicket]
+        return [lane for lane, leaf in self._lanes.items() if leaf.alive and not lane.done]
+
+    def ready(self) -> bool:
+        """See `Run.ready`."""
+        return self.drawing is None and not self.lanes()
+
+    def deliver(self, lane: Lane | Thicket, start: int, logits: Tensor, places: Sequence[int]) -> None:
+        """See `Run.deliver`."""
+        if isinstance(lane, Thicket):
+            self._parts.append(logits[places[0] : places[-1] + 1])
+        else:
+            self._logits[self._lanes[lane]] = logits, places[0]
+
+    @property
+    def drawing(self) -> SamplingParams | None:
+        """How the next tokens are drawn, if the controller does nothing else."""
+        return self.controller.params if isinstance(self.controller, Drawing) else None
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """Whether the token after the next can be drawn before the next is known."""
+        params = self.drawing
+        if params is None or params.has_penalties:
+            return False
+        return self.stopping.grammar is None and self.stopping.logprobs is None
+
+    def draw(self, first: int) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:
+        """Return how to draw the next token of each leaf that has its logits, and from which row of which logits.
+
+        What is drawn will be the choices number `first` and the ones behind it, see `Drawn`. Leaves do not wait for
+        each other, so that they need not all have room for their keys at once.
+        """
+        if self.drawing is None:
+            return []
+        params, leaves = self.drawing, self._served()
+        self._drawn = {leaf: (first + i, self._logits[leaf]) for i, leaf in enumerate(leaves)}
+        self._logits = {}
+        penalised = params.has_penalties
+        return [(self._row(leaf, params, penalised), place) for leaf, (_, place) in self._drawn.items()]
+
+    def assume(self) -> None:
+        """Let the leaves go on with what was drawn for them; token ``-1 - i`` stands for choice ``i``."""
+        self._check_lengths()
+        self.depth += 1
+        self._assumed = {leaf: drawn for leaf, drawn in self._drawn.items() if leaf.alive}
+        self._drawn = {}
+        for leaf, (number, _) in self._assumed.items():
+            leaf.grow((-1 - number,), (None,), (None,))
+            self.tracks[leaf].num_decoded += 1
+        if len(self._assumed) == len(self._lanes) == len(self.leaves) and not any(map(self._is_full, self.leaves)):
+            for lane in self._lanes:  # nearly always
+                lane.end += 1
+        else:
+            self._await_logits()
+
+    def forgo(self) -> None:
+        """Forget what was drawn: the leaves will get their logits again."""
+        self._drawn = {}
+        self._await_logits()
+
+    def know(self, choices: Sequence[Choice]) -> Gain:
+        """Take what was assumed for what it is.
+
+        Raises
+        ------
+        InvalidLogits
+        """
+        assumed, self._assumed = self._assumed, {}
+        drawn = [choices[number] for number, _ in assumed.values()]
+        if not all(choice.valid for choice in drawn):
+            for leaf in assumed:
+                leaf.retract()
+            raise InvalidLogits
+        candidates: Sequence[Candidates | None] = [None] * len(drawn)
+        if self.stopping.logprobs is not None and drawn:
+            logprobs = log_probs(gather_rows([place for _, place in assumed.values()]))
+            candidates = ranked(logprobs, [choice.token for choice in drawn], self.stopping.logprobs)
+        observe = self.controller.observe if isinstance(self.controller, Drawing) else None
+        for leaf, choice, best in zip(assumed, drawn, candidates, strict=True):
+            if observe is not None:
+                observe(leaf.path, choice.certainty)
+            leaf.reveal(choice.token, choice.logprob, best)
+            self._read(leaf, choice.token)
+        ended = [leaf for leaf in assumed if leaf.finish_reason is not None]
+        if ended:
+            self.finished += ended
+            self.leaves = [leaf for leaf in self.leaves if leaf.finish_reason is None]
+            self._lanes = {lane: leaf for lane, leaf in self._lanes.items() if leaf.finish_reason is None}
+            for leaf in ended:  # what follows was drawn in vain
+                self._drawn.pop(leaf, None)
+        self._gained = list(assumed)
+        return self._gain(len(assumed))
+
+    def _row(self, leaf: Branch, params: SamplingParams, penalised: bool) -> SamplingRow:
+        track = self.tracks[leaf]
+        return SamplingRow(
+            params,
+            leaf.key,
+            leaf.num_tokens,
+            track.num_decoded,
+            leaf.tree.prompt_tokens if penalised else (),
+            leaf.token_ids if penalised else (),
+            track.constraint,
+        )
+
+    def advance(self) -> Gain:
+        """See `Run.advance`."""
+        self._gained = []
+        if self._thicket is None:
+            self._check_lengths()
+            if not self._served():
+                self._await_logits()
+                return self._gain(0)
+        return self._choose()
+
+    def _check_lengths(self) -> None:
+        for lane, leaf in self._lanes.items():
+            if leaf.alive and leaf.num_tokens != lane.end:
+                raise ValueError(
+                    f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
+                )
+
+    def _choose(self) -> Gain:
+        """Continue the leaves as the controller says."""
+        if self._thicket is None:
+            served = self._served()
+            if not served:
+                self._await_logits()
+                return self._gain(0)
+            logits = gather_rows([self._logits[leaf] for leaf in served])
+        else:
+            logits = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+        if invalid_rows(logits).any():
+            raise InvalidLogits
+        logprobs = log_probs(logits)
+        bias = self._grammar_bias(logits.device)
+        leaves, finished = self._leaves()
+        view = TreeView(
+            leaves=leaves,
+            logits=logits if bias is None else logits + bias,
+            depth=self.depth,
+            finished=finished,
+            eos_token_ids=self.limits.eos_token_ids,
+        )
+        rows = self.controller.step(view, logprobs if bias is None else logprobs + bias)
+        if rows is None:
+            self.stopped = True
+            return self._gain(0)
+        try:
+            parents, tokens = rows.arrays(*logprobs.shape)
+        except ValueError as error:
+            raise ValueError(f"{type(self.controller).__name__}: {error}") from None
+        chosen = logprobs[torch.from_numpy(parents), torch.from_numpy(tokens)]
+        stopping = self.stopping
+        reads = bool(stopping.stop) or stopping.grammar is not None or stopping.logprobs is not None
+        if reads or leaves.seen or finished.seen or not (self._thicket or self._plant(len(parents))):
+            self.settle()
+            return self._commit(self._served(), parents.tolist(), tokens.tolist(), chosen.tolist(), logprobs)
+        return self._add(parents, tokens, chosen.double().cpu().numpy())
+
+    def _grammar_bias(self, device: torch.device) -> Tensor | None:
+        """Return what keeps tokens that the grammar does not let come next from the controller."""
+        if self.stopping.grammar is None:
+            return None
+        leaves = self._served()
+        rows = [self._row(leaf, self.stopping, False) for leaf in leaves]
+        bias = grammar_biases(rows, self.limits.eos_token_ids, device)
+        constraints = [constraint for leaf in leaves if (constraint := self.tracks[leaf].constraint) is not None]
+        if all(constraint.stuck for constraint in constraints):
+            raise constraints[0].error()
+        return bias
+
+    def result(self) -> Any:
+        """See `Run.result`."""
+        going = any(leaf.alive for leaf in self.leaves) if self._thicket is None else len(self._thicket.rows) > 0
+        if going and not self.stopped:
+            return None
+        self.settle()
+        leaves = depth_first(leaf for leaf in [*self.finished, *self.leaves] if leaf.alive)
+        return sorted(leaves, key=lambda leaf: self.tracks[leaf].place)
+
+    @uncollected
+    def settle(self) -> None:
+        """Make branches of what was decoded, as all but this may look at them from now on."""
+        thicket, self._thicket = self._thicket, None
+        if thicket is None:
+            return
+        self.task.tree.unsettled.pop(self.settle, None)
+        old = [self.tracks[leaf] for leaf in self.leaves]
+        rows, ended, fallen = settle(thicket, self.leaves, self.given, type(self.controller).__name__)
+        entries = np.concatenate([thicket.ended, thicket.rows])
+        lengths, bases = (column[entries] for column in (thicket.length, thicket.base))
+        texts = {base: old[base].text.fork() for base in set(bases.tolist())}
+        begun = (self._decoded - thicket.length[: len(old)]).tolist()
+        for leaf in self.leaves:
+            del self.tracks[leaf]
+        for branch, base, length, path in zip(
+            [*ended, *rows], bases.tolist(), lengths.tolist(), thicket.paths(entries), strict=True
+        ):
+            track, text = old[base], texts[base].fork()
+            text.push_all(path)
+            self.tracks[branch] = _Track(track.place, track.logprob, track.limit, text, None, begun[base] + length)
+        for branch in ended:
+            self._end(branch, branch.tokens[-1])
+        self.finished += ended
+        self.leaves = rows
+        # One may be another's parent.
+        for leaf in sorted(fallen, key=lambda leaf: len(leaf.lineage()), reverse=True):
+            self._prune(leaf, fallen[leaf])
+        self._await_logits()
+        places = ((part, place) for part in self._parts for place in range(len(part)))
+        self._logits = dict(zip(rows, places, strict=False))
+        for lane, _ in zip(self._lanes, self._logits, strict=False):
+            lane.take(1)
+        self._parts = []
+        gained = [*ended, *rows]
+        self._gained = [gained[i] for i in np.argsort(entries).tolist()]
+
+    def _commit(
+        self,
+        old: list[Branch],
+        parents: list[int],
+        tokens: list[int],
+        chosen: list[float],
+        logprobs: Tensor | None,
+    ) -> Gain:
+        """Extend, branch and prune the leaves `old` as the rows say; `chosen` are the tokens' log-probs."""
+        self.depth += 1
+        candidates: Sequence[Candidates | None] = [None] * len(tokens)
+        if logprobs is not None and self.stopping.logprobs is not None and tokens:
+            candidates = ranked(logprobs[parents], tokens, self.stopping.logprobs)
+        self.leaves = []
+        for leaf, token, logprob, best in zip(self._branch(old, parents), tokens, chosen, candidates, strict=True):
+            leaf.grow((token,), (logprob,), (best,))
+            self.tracks[leaf].num_decoded += 1
+            self._read(leaf, token)
+            self._file(leaf)
+            self._gained.append(leaf)
+        self._await_logits()
+        return self._gain(len(tokens))
+
+    def _add(self, parents: Ints, tokens: Ints, logprobs: NDArray[np.float64]) -> Gain:
+        """Let the thicket grow as the rows say; `logprobs` are the tokens' log-probs."""
+        self.depth += 1
+        thicket = cast(Thicket, self._thicket)
+        thicket.add(parents, tokens, logprobs, self.depth)
+        self._parts = []
+        ended = np.isin(tokens, list(self.stopping.end_token_ids(self.limits.eos_token_ids)))
+        full = thicket.length[thicket.rows] >= self._limits[thicket.base[thicket.rows]]
+        thicket.end(ended | full)
+        try:
+            thicket.reserve()
+        except OutOfSlots:
+            self.settle()
+        return self._gain(len(tokens))
+
+    def _plant(self, num_rows: int) -> Thicket | None:
+        """Let a thicket grow below the leaves, if that pays and they have not lost keys since they got their logits."""
+        bases = [leaf.end() for leaf in self.leaves]
+        if num_rows < WIDE or any(node.computed < len(node.tokens) for node in bases):
+            return None
+        tracks = [self.tracks[leaf] for leaf in self.leaves]
+        totals = [leaf.logprob - track.logprob for leaf, track in zip(self.leaves, tracks, strict=True)]
+        self._thicket = Thicket(self.task.tree.kv, self.task.tree, bases, totals)
+        self._limits = np.array([track.limit for track in tracks])
+        self._decoded = np.array([track.num_decoded for track in tracks])
+        self._finished = self._columns(self.finished)
+        self.task.tree.unsettled[self.settle] = None
+        return self._thicket
+
+    def _gain(self, num_tokens: int) -> Gain:
+        return Gain(self.task.tree, num_tokens, self._events)
+
+    def _events(self) -> list[Event]:
+        self.settle()
+        return [Event(leaf, self.tracks[leaf].text) for leaf in self._gained]
+
+    def _branch(self, old: list[Branch], parents: list[int]) -> list[Branch]:
+        """Return the leaf for each row: its parent if it is the only row of it, else a fork; prune who has no row."""
+        uses = Counter(parents)
+        if len(uses) == len(old) == len(parents):
+            return [old[i] for i in parents]
+        # All forks come before any leaf grows: a fork must end where its parent ended.
+        grown = [old[i] if uses[i] == 1 else self._fork(old[i]) for i in parents]
+        for i, leaf in enumerate(old):
+            if uses[i] != 1:
+                del self.tracks[leaf]
+        dropped = [leaf for i, leaf in enumerate(old) if uses[i] == 0]
+        for leaf in sorted(dropped, key=lambda leaf: len(leaf.lineage()), reverse=True):  # one may be another's parent
+            self._prune(leaf, self.depth)
+        return grown
+
+    def _fork(self, leaf: Branch) -> Branch:
+        [child] = leaf.fork()
+        track = self.tracks[leaf]
+        constraint = None if track.constraint is None else track.constraint.fork()
+        self.tracks[child] = replace(track, text=track.text.fork(), constraint=constraint)
+        return child
+
+    def _prune(self, leaf: Branch, step: int) -> None:
+        """Give up a leaf, and what this operation forked and leads nowhere any more; never what others go on from."""
+        branch: Branch | None = leaf
+        while branch is not None and not branch.num_children:
+            branch.prune(f"{type(self.controller).__name__} step {step}")
+            branch = None if branch in self.given or branch.parent in self.given else branch.parent
+
+    def _read(self, leaf: Branch, token: int) -> None:
+        """Take the new token's text and see whether the branch ends with it."""
+        track = self.tracks[leaf]
+        if track.constraint is not None:
+            track.constraint.accept(token)
+        track.text.push(token)
+        self._end(leaf, token)
+
+    def _end(self, leaf: Branch, token: int) -> None:
+        """See whether the branch ends with `token`, its last, whose text was taken."""
+        track, stopping = self.tracks[leaf], self.stopping
+        text = track.text
+        if text.stopped is not None:
+            leaf.finish_reason, leaf.stop_reason = "stop", text.stopped
+        elif token in stopping.stop_token_ids:
+            leaf.finish_reason, leaf.stop_reason = "stop", token
+        elif (token in self.limits.eos_token_ids and not stopping.ignore_eos) or (
+            track.constraint is not None and track.constraint.complete
+        ):
+            leaf.finish_reason = "stop"
+        elif leaf.num_tokens >= track.limit:
+            leaf.finish_reason = "length"
+        if leaf.finish_reason is not None:
+            text.finish()
+            if text.stopped is not None:
+                own = leaf.path_tokens[leaf.num_tokens - track.num_decoded :]
+                leaf.hidden_tail = len(leaf.decode(own)) - len(text.text)
+
+    def _file(self, leaf: Branch) -> None:
+        """Put the leaf with those that go on or with those that have ended."""
+        (self.leaves if leaf.finish_reason is None else self.finished).append(leaf)
+
+    def _served(self) -> list[Branch]:
+        """Return the leaves that have their logits."""
+        self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
+        return [leaf for leaf in self.leaves if leaf in self._logits]
+
+    def _leaves(self) -> tuple[Leaves, Leaves]:
+        """Return the live leaves and those that have ended, as a controller sees them."""
+
+        def live() -> list[Leaf]:
+            self.settle()
+            return [self._leaf(leaf) for leaf in self._served()]
+
+        def ended() -> list[Leaf]:
+            self.settle()
+            return [self._leaf(leaf) for leaf in self.finished]
+
+        if (thicket := self._thicket) is None:
+            return Leaves(live, *self._columns(self._served())), Leaves(ended, *self._columns(self.finished))
+
+        def columns(entries: Ints) -> NDArray[np.float64]:
+            base, length = thicket.base[entries], thicket.length[entries]
+            num_decoded = self._decoded[base] + length - thicket.length[base]
+            return np.stack([thicket.total[entries], num_decoded, self._limits[base] - length])
+
+        finished = np.concatenate([self._finished, columns(thicket.ended)], axis=1)
+        return Leaves(live, *columns(thicket.rows)), Leaves(ended, *finished)
+
+    def _columns(self, leaves: Sequence[Branch]) -> NDArray[np.float64]:
+        """Return the arrays of `Leaves`."""
+        tracks = [self.tracks[leaf] for leaf in leaves]
+        columns = [
+            (leaf.logprob - track.logprob, track.num_decoded, track.limit - leaf.num_tokens)
+            for leaf, track in zip(leaves, tracks, strict=True)
+        ]
+        return np.array(columns, np.float64).reshape(-1, 3).T
+
+    def _await_logits(self) -> None:
+        self._logits = {}
+        self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
+        self._lanes = {
+            Lane(leaf.tree, leaf.end, leaf.num_tokens - 1, leaf.num_tokens): leaf
+            for leaf in self.leaves
+            if not self._is_full(leaf)
+        }
+
+    def _is_full(self, leaf: Branch) -> bool:
+        return leaf.num_tokens >= self.tracks[leaf].limit
+
+    def _leaf(self, leaf: Branch) -> Leaf:
+        track = self.tracks[leaf]
+        return Leaf(
+            logprob=leaf.logprob - track.logprob,
+            tokens=leaf.token_ids,
+            prompt_tokens=leaf.tree.prompt_tokens,
+            path=leaf.path,
+            num_tokens=track.num_decoded,
+            key=leaf.key,
+            room=track.limit - leaf.num_tokens,
+            detokenizer=track.text,
+            constraint=track.constraint,
+        )
+
+
+class Drawn(NamedTuple):
+    """The next tokens of the leaves of some runs, which a forward can do with before the host knows them."""
+
+    runs: list[DecodeRun]
+    choices: Choices
+
+    @property
+    def is_foreseeable(self) -> bool:
+        """Whether the tokens after these can be drawn before these are known."""
+        return all(run.is_foreseeable for run in self.runs)
+
+
+def draw(runs: Iterable[Run], eos_token_ids: Collection[int]) -> Drawn | None:
+    """Draw the next tokens of all runs that only draw, with one call of the sampler; None if there are no such runs."""
+    drawing: list[DecodeRun] = []
+    draws: list[tuple[SamplingRow, tuple[Tensor, int]]] = []
+    for run in runs:
+        if isinstance(run, DecodeRun) and (own := run.draw(len(draws))):
+            drawing.append(run)
+            draws += own
+    if not draws:
+        return None
+    logits = gather_rows([place for _, place in draws])
+    return Drawn(drawing, choose(logits, [row for row, _ in draws], eos_token_ids))
