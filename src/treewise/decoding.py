@@ -169,34 +169,35 @@ class DecodeRun:
         else:
             self._await_logits()
 
+    def take_back(self) -> None:
+        """Undo `assume`, and forget what was drawn since."""
+        for leaf in self._assumed:
+            leaf.retract()
+            self.tracks[leaf].num_decoded -= 1
+        self.depth -= bool(self._assumed)
+        self._assumed = {}
+        self.forgo()
+
     def forgo(self) -> None:
         """Forget what was drawn: the leaves will get their logits again."""
         self._drawn = {}
         self._await_logits()
 
     def know(self, choices: Sequence[Choice]) -> Gain:
-        """Take what was assumed for what it is.
+        """Take what was assumed for what it is; after an error, the leaves end before what is not known of them.
 
         Raises
         ------
         InvalidLogits
         """
+        self._gained = []
         assumed, self._assumed = self._assumed, {}
-        drawn = [choices[number] for number, _ in assumed.values()]
-        if not all(choice.valid for choice in drawn):
-            for leaf in assumed:
+        try:
+            self._reveal([(leaf, choices[number], place) for leaf, (number, place) in assumed.items()])
+        except BaseException:
+            for leaf in list(assumed)[len(self._gained) :]:
                 leaf.retract()
-            raise InvalidLogits
-        candidates: Sequence[Candidates | None] = [None] * len(drawn)
-        if self.stopping.logprobs is not None and drawn:
-            logprobs = log_probs(gather_rows([place for _, place in assumed.values()]))
-            candidates = ranked(logprobs, [choice.token for choice in drawn], self.stopping.logprobs)
-        observe = self.controller.observe if isinstance(self.controller, Drawing) else None
-        for leaf, choice, best in zip(assumed, drawn, candidates, strict=True):
-            if observe is not None:
-                observe(leaf.path, choice.certainty)
-            leaf.reveal(choice.token, choice.logprob, best)
-            self._read(leaf, choice.token)
+            raise
         ended = [leaf for leaf in assumed if leaf.finish_reason is not None]
         if ended:
             self.finished += ended
@@ -204,8 +205,24 @@ class DecodeRun:
             self._lanes = {lane: leaf for lane, leaf in self._lanes.items() if leaf.finish_reason is None}
             for leaf in ended:  # what follows was drawn in vain
                 self._drawn.pop(leaf, None)
-        self._gained = list(assumed)
         return self._gain(len(assumed))
+
+    def _reveal(self, drawn: Sequence[tuple[Branch, Choice, tuple[Tensor, int]]]) -> None:
+        """Put the drawn tokens in the places that leaves have for them, and take their texts."""
+        if not all(choice.valid for _, choice, _ in drawn):
+            raise InvalidLogits
+        candidates: Sequence[Candidates | None] = [None] * len(drawn)
+        if self.stopping.logprobs is not None and drawn:
+            logprobs = log_probs(gather_rows([place for _, _, place in drawn]))
+            candidates = ranked(logprobs, [choice.token for _, choice, _ in drawn], self.stopping.logprobs)
+        observe = self.controller.observe if isinstance(self.controller, Drawing) else None
+        for (leaf, choice, _), best in zip(drawn, candidates, strict=True):
+            if observe is not None:
+                observe(leaf.path, choice.certainty)
+            self._accept(leaf, choice.token)
+            leaf.reveal(choice.token, choice.logprob, best)
+            self._gained.append(leaf)
+            self._read(leaf, choice.token)
 
     def _row(self, leaf: Branch, params: SamplingParams, penalised: bool) -> SamplingRow:
         track = self.tracks[leaf]
@@ -347,6 +364,7 @@ class DecodeRun:
             candidates = ranked(logprobs[parents], tokens, self.stopping.logprobs)
         self.leaves = []
         for leaf, token, logprob, best in zip(self._branch(old, parents), tokens, chosen, candidates, strict=True):
+            self._accept(leaf, token)
             leaf.grow((token,), (logprob,), (best,))
             self.tracks[leaf].num_decoded += 1
             self._read(leaf, token)
@@ -420,12 +438,15 @@ class DecodeRun:
             branch.prune(f"{type(self.controller).__name__} step {step}")
             branch = None if branch in self.given or branch.parent in self.given else branch.parent
 
+    def _accept(self, leaf: Branch, token: int) -> None:
+        """Go on in the grammar, which may refuse the token."""
+        constraint = self.tracks[leaf].constraint
+        if constraint is not None:
+            constraint.accept(token)
+
     def _read(self, leaf: Branch, token: int) -> None:
         """Take the new token's text and see whether the branch ends with it."""
-        track = self.tracks[leaf]
-        if track.constraint is not None:
-            track.constraint.accept(token)
-        track.text.push(token)
+        self.tracks[leaf].text.push(token)
         self._end(leaf, token)
 
     def _end(self, leaf: Branch, token: int) -> None:
@@ -537,5 +558,10 @@ def draw(runs: Iterable[Run], eos_token_ids: Collection[int]) -> Drawn | None:
             draws += own
     if not draws:
         return None
-    logits = gather_rows([place for _, place in draws])
-    return Drawn(drawing, choose(logits, [row for row, _ in draws], eos_token_ids))
+    try:
+        logits = gather_rows([place for _, place in draws])
+        return Drawn(drawing, choose(logits, [row for row, _ in draws], eos_token_ids))
+    except BaseException:
+        for run in drawing:  # should anybody step on, they get their logits again
+            run.forgo()
+        raise

@@ -394,7 +394,16 @@ class Engine:
 
     def _know(self, drawn: Drawn) -> list[Gain]:
         """Take what leaves went on with to the host; waits for the device."""
-        choices, gains = drawn.choices.read(), []
+        try:
+            choices = drawn.choices.read()
+        except BaseException:  # nobody waits any longer: should anybody step on, it is drawn again
+            following, self._drawn = self._drawn, None
+            for run in following.runs if following else ():
+                run.forgo()
+            for run in drawn.runs:
+                run.take_back()
+            raise
+        gains: list[Gain] = []
         for run in drawn.runs:
             gain = self._take_step(run, partial(run.know, choices))
             if gain is not None:

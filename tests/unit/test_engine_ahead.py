@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import EOS, idle, tiny_llm, tiny_model
 
-from treewise import BeamSearchParams, SamplingParams, call, gather, generate, stream
+from treewise import BeamSearchParams, SamplingParams, call, decoding, gather, generate, stream
 from treewise.awaitables import decode
 from treewise.choices import Choices
-from treewise.controller import BeamSearch
+from treewise.controller import BeamSearch, Sample
 from treewise.operations import InvalidLogits
+from treewise.sampler import row_key
 
 MODEL = tiny_model()
 PROMPTS = [[7, 1, 9], [5] * 20, list(range(1, 30))]
@@ -148,4 +151,60 @@ def test_logits_that_are_no_numbers_fail_their_request_alone_and_leave_no_token(
     assert spoilt["tokens"] == [6, 6]  # as many as there were good logits
     assert all(token >= 0 for request in requests for path in request.result for token in path)
     del model.forward
+    idle(llm)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize(("owner", "name"), [(decoding, "choose"), (Choices, "read")])
+def test_a_step_that_is_interrupted_costs_nobody_a_token(looks_ahead, owner, name, monkeypatch):
+    expected = told(tiny_llm(MODEL).generate(PROMPTS, SAMPLED[0]))
+    llm, calls, real = tiny_llm(MODEL, looks_ahead=looks_ahead), [], getattr(owner, name)
+
+    def interrupted_once(*given):
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    async def program(root):
+        return await generate(root.fork(4), replace(SAMPLED[0], n=1))
+
+    monkeypatch.setattr(owner, name, interrupted_once)
+    requests = [llm.engine.add(program, prompt, seed=row_key(0, (i,))) for i, prompt in enumerate(PROMPTS)]
+    interrupted = 0
+    while llm.engine.requests:
+        try:
+            llm.engine.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+        llm.engine.check_integrity()
+    assert interrupted == 1
+    found = [[branch.token_ids for branch in request.result] for request in requests]
+    assert found == [[tokens for tokens, *_ in one] for one in expected]
+    idle(llm)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_an_error_in_reading_leaves_known_tokens_only(looks_ahead):
+    class Failing(Sample):
+        seen = 0
+
+        def observe(self, path, certainty):
+            self.seen += 1
+            if self.seen == 8:  # the second branch of three, in the third step
+                raise ArithmeticError
+
+    async def program(root):
+        branches = root.fork(3)
+        with pytest.raises(ArithmeticError):
+            await decode(branches, Failing(SamplingParams(max_tokens=9, ignore_eos=True)))
+        llm.engine.check_integrity()
+        lengths = [len(branch.tokens) for branch in branches]
+        await generate(branches, SamplingParams(max_tokens=4, ignore_eos=True))
+        return lengths, [branch.path_tokens for branch in branches]
+
+    llm = tiny_llm(MODEL, looks_ahead=looks_ahead)
+    [output] = llm.run(program, [PROMPTS[0]])
+    lengths, paths = output.value
+    assert lengths == [3, 2, 2] and all(token >= 0 for path in paths for token in path)
     idle(llm)
