@@ -38,7 +38,7 @@ def step(model: CausalLM, rows: int) -> Callable[[], object]:
     def attend(layer: int, heads: Heads) -> torch.Tensor:
         return ops.rotate_and_store(heads, pools[0, layer], pools[1, layer], everything)
 
-    return lambda: model(everything, everything, attend, everything)
+    return lambda: model.logits(model(everything, everything, attend))
 
 
 def products(model: CausalLM, rows: int) -> Callable[[], object]:

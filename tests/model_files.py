@@ -145,7 +145,7 @@ def run_tree(
         k, v = pools[0, layer], pools[1, layer]
         return run_plan(plans[config.layer_windows[layer]], rotate_and_store(heads, k, v, slots), k, v, **scoring)
 
-    return around(lambda: model(tokens, positions, attend, everything))
+    return around(lambda: model.logits(model(tokens, positions, attend)))
 
 
 def run_dense(

@@ -123,7 +123,7 @@ def dense_logits(model: CausalLM, tokens: Sequence[int], kv_dtype: torch.dtype =
         return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
 
     everything = torch.arange(n)
-    return model(torch.tensor(tokens), everything, attend, everything)
+    return model.logits(model(torch.tensor(tokens), everything, attend))
 
 
 def greedy(model: CausalLM, prompt: Sequence[int], count: int, kv_dtype: torch.dtype = torch.float32) -> list[int]:

@@ -215,9 +215,10 @@ class Controller(Protocol):
 
 
 class Drawing:
-    """A controller that continues every leaf with one token drawn as `params` says.
+    """A controller that continues every leaf with one token drawn as `params` says, in all steps or in most.
 
-    The engine draws for all such controllers of a step at once, without calling `step`.
+    The engine draws for all such controllers of a step at once, without calling `step`, and need not know the tokens to
+    go on with them.
 
     Attributes
     ----------
@@ -230,6 +231,10 @@ class Drawing:
     params: SamplingParams
     stopping: SamplingParams
     observe: Callable[[tuple[int, ...], float], None] | None = None
+
+    def draws(self, depth: int) -> bool:
+        """Whether a token is drawn for every leaf after `depth` tokens; `step` is called otherwise."""
+        return True
 
 
 class Sample(Drawing):
@@ -417,7 +422,7 @@ class BeamSearch:
         return self.score(float(going.total[0]), length) > bar
 
 
-class Replay:
+class Replay(Drawing):
     """Repeat the branching and pruning of a recorded tree, whatever the tokens are.
 
     After its last step a node branches into its children, the ``i``-th of which starts with the ``i``-th most likely
@@ -433,7 +438,8 @@ class Replay:
     """
 
     def __init__(self, schedule: Schedule, max_tokens: int | None = None) -> None:
-        self.stopping = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        self.params = self.stopping = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        self._ends = {span.end for span in schedule.spans}
         self._depth_first: list[
             tuple[Span, list[int]]
         ] = []  # with the ranks of the tokens that its children start with
@@ -443,6 +449,10 @@ class Replay:
             children = [schedule.spans[child] for child in span.children]
             self._depth_first.append((span, [rank for rank, child in enumerate(children) if child.end >= child.start]))
             stack.extend(reversed(span.children))
+
+    def draws(self, depth: int) -> bool:
+        """Whether no leaf branches or is pruned."""
+        return depth not in self._ends and depth < max(self._ends)
 
     def step(self, tree: TreeView, logprobs: Tensor) -> Rows | None:
         """Continue, branch or prune each leaf as the recording did."""

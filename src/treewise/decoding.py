@@ -130,7 +130,8 @@ class DecodeRun:
     @property
     def drawing(self) -> SamplingParams | None:
         """How the next tokens are drawn, if the controller does nothing else."""
-        return self.controller.params if isinstance(self.controller, Drawing) else None
+        controller = self.controller
+        return controller.params if isinstance(controller, Drawing) and controller.draws(self.depth) else None
 
     @property
     def is_foreseeable(self) -> bool:
@@ -146,9 +147,10 @@ class DecodeRun:
         What is drawn will be the choices number `first` and the ones behind it, see `Drawn`. Leaves do not wait for
         each other, so that they need not all have room for their keys at once.
         """
-        if self.drawing is None:
+        if (params := self.drawing) is None:
             return []
-        params, leaves = self.drawing, self._served()
+        self.settle()
+        leaves = self._served()
         self._drawn = {leaf: (first + i, self._logits[leaf]) for i, leaf in enumerate(leaves)}
         self._logits = {}
         penalised = params.has_penalties

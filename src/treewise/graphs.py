@@ -13,7 +13,7 @@ from treewise.attention import Plan
 Plans = Mapping[int | None, Plan]
 """The plan of each sliding window that the model's layers have; ``None`` is full attention."""
 Compute = Callable[[Tensor, Tensor, Tensor, Plans], Tensor]
-"""A forward: tokens, positions and slots of the rows, each int64 [rows], and plans; gives the logits of all rows."""
+"""A forward: tokens, positions and slots of the rows, each int64 [rows], and plans; gives a tensor [rows, hidden]."""
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 """Runs a function, and returns what runs it again and the tensor that its results then are in."""
 
@@ -45,7 +45,7 @@ class StepGraph:
         self._buffers = {window: PlanBuffers(plan, rows) for window, plan in plans.items()}
         fixed = {window: buffers.plan for window, buffers in self._buffers.items()}
         tokens, positions, slots = self._inputs
-        self._replay, self._logits = capture(lambda: compute(tokens, positions, slots, fixed))
+        self._replay, self._hidden = capture(lambda: compute(tokens, positions, slots, fixed))
 
     def fits(self, plans: Plans) -> bool:
         """Whether the graph can run these plans."""
@@ -64,7 +64,7 @@ class StepGraph:
         Returns
         -------
         Tensor
-            Logits of the rows, float32 [rows, vocabulary], the caller's to keep.
+            What `compute` gives for the rows [rows, hidden]; the next run of any graph ends it.
         """
         if plans is not self._plans:
             for window, plan in plans.items():
@@ -74,7 +74,7 @@ class StepGraph:
         self._inputs[:, :rows] = inputs
         self._inputs[2, rows:] = self.spare_slot
         self._replay()
-        return self._logits[:rows].clone()
+        return self._hidden[:rows]
 
 
 class GraphCache:
@@ -97,7 +97,7 @@ class GraphCache:
         self,
         compute: Compute,
         spare_slot: int,
-        max_rows: int = 512,
+        max_rows: int = 8192,
         max_graphs: int = 32,
         capture: Capture | None = None,
     ) -> None:
@@ -160,12 +160,15 @@ class CudaCapture:
 
 
 def padded(rows: int) -> int:
-    """Return the rows of the graph that serves so many: a power of two, or half as much again.
+    """Return the rows of the graph that serves so many: two sizes up to each power of two, four above 256.
+
+    Products take as long as the weights' way to the multiprocessors up to some 200 rows, and grow with the rows above.
 
     Examples
     --------
-    >>> [padded(rows) for rows in (1, 2, 3, 5, 9, 13, 20, 50)]
-    [1, 2, 3, 6, 12, 16, 24, 64]
+    >>> [padded(rows) for rows in (1, 2, 3, 5, 9, 13, 20, 50, 300, 5000)]
+    [1, 2, 3, 6, 12, 16, 24, 64, 320, 5120]
     """
     power = 1 << (rows - 1).bit_length()
-    return power * 3 // 4 if rows <= power * 3 // 4 and power >= 4 else power
+    step = max(1, power // (4 if power <= 256 else 8))
+    return -(-rows // step) * step

@@ -133,21 +133,27 @@ class Runner:
         Tensor
             Logits of ``batch.logit_rows``, float32 [logit rows, vocabulary].
         """
+        return self.model.logits(self.hidden(batch, plans, kv, drawn))
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None) -> Tensor:
+        """Do what `forward` does up to the output head, whose rows [logit rows, hidden] this returns."""
         for copy in kv.take_copies():
             self._copy(copy)
         rows = self._upload(np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv))))
         if drawn is not None:
             rows[0] = torch.where(rows[0] < 0, drawn[rows[0].bitwise_not().clamp_(min=0)], rows[0])
-        if self.graphs is not None and batch.is_decoding and (logits := self.graphs.run(rows, plans)) is not None:
-            whole = batch.logit_rows == list(range(batch.num_rows))
-            return logits if whole else logits[self._upload(np.asarray(batch.logit_rows))]
+        everything = batch.logit_rows == list(range(batch.num_rows))
+        wanted = None if everything else self._upload(np.asarray(batch.logit_rows))
+        if self.graphs is not None and batch.is_decoding and (hidden := self.graphs.run(rows, plans)) is not None:
+            return hidden if wanted is None else hidden.index_select(0, wanted)
         tokens, positions, slots = rows
-        return self._compute(tokens, positions, slots, plans, self._upload(np.asarray(batch.logit_rows)))
+        return self._compute(tokens, positions, slots, plans, wanted)
 
     def _compute(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, plans: Plans, logit_rows: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, plans: Plans, wanted: Tensor | None = None
     ) -> Tensor:
-        """Compute rows; gives the logits of all of them by default."""
+        """Compute rows up to the output head; gives those that are wanted, all of them by default."""
         config = self.model.config
         windows, scale, soft_cap = config.layer_windows, config.attention_scale, config.attention_soft_cap
         pools = list(zip(self.k.unbind(), self.v.unbind(), strict=True))  # of the layers
@@ -157,7 +163,7 @@ class Runner:
             q = rotate_and_store(heads, k, v, slots)
             return cast(Tensor, run_plan(plans[windows[layer]], q, k, v, scale=scale, soft_cap=soft_cap))
 
-        return cast(Tensor, self.model(tokens, positions, attend, logit_rows))
+        return cast(Tensor, self.model(tokens, positions, attend, wanted))
 
     def _plan(self, spec: TreeSpec, slots: Slots | None, room: int) -> Plans:
         config = self.model.config

@@ -63,7 +63,10 @@ def bytes_per_token(model: CausalLM, kv_dtype: torch.dtype) -> int:
 
 @torch.inference_mode()
 def step_bytes(model: CausalLM, num_rows: int) -> int:
-    """Return the most memory that a step of so many rows takes beside weights, keys and values."""
+    """Return the most memory that steps of so many rows take beside weights, keys and values.
+
+    Captured graphs keep memory of their own up to the output head, which all of them share.
+    """
     config, device = model.config, model.device
     rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
@@ -74,10 +77,11 @@ def step_bytes(model: CausalLM, num_rows: int) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    logits = model(rows, rows, attend)
-    torch.log_softmax(logits, dim=-1)  # as much as sampling takes at most
+    hidden = model(rows, rows, attend)
+    captured = torch.cuda.max_memory_allocated(device) - before
+    torch.log_softmax(model.logits(hidden), dim=-1)  # as much as sampling takes at most
     peak = torch.cuda.max_memory_allocated(device) - before
-    del logits
+    del hidden
     torch.cuda.empty_cache()
     partials = PARTIALS * num_rows * config.num_heads * (config.head_dim + 1) * 4
-    return int(peak + partials)
+    return int(peak + captured + 2 * partials)

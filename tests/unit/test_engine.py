@@ -375,12 +375,12 @@ def test_logits_that_are_not_numbers_fail_only_their_request():
     llm = tiny_llm(model)
     clean = tiny_model()
 
-    def forward(tokens, positions, attend, logit_rows):
-        logits = type(clean).forward(clean, tokens, positions, attend, logit_rows)
-        bad = (tokens == 77)[logit_rows]
-        return logits.masked_fill(bad[:, None], torch.nan)
+    def forward(tokens, positions, attend, wanted=None):
+        hidden = type(clean).forward(clean, tokens, positions, attend, wanted)
+        bad = (tokens == 77) if wanted is None else (tokens == 77)[wanted]
+        return hidden.masked_fill(bad[:, None], torch.nan)
 
-    model.forward = forward
+    model.forward, model.logits = forward, clean.logits
     with pytest.raises(RequestsFailed, match="not numbers") as failure:
         llm.generate([[1, 2, 77], [1, 2, 3]], GREEDY)
     assert list(failure.value.errors) == [0]

@@ -11,8 +11,9 @@ from tiny import EOS, idle, tiny_llm, tiny_model
 from treewise import BeamSearchParams, SamplingParams, call, decoding, gather, generate, stream
 from treewise.awaitables import decode
 from treewise.choices import Choices
-from treewise.controller import BeamSearch, Sample
+from treewise.controller import BeamSearch, Replay, Sample
 from treewise.operations import InvalidLogits
+from treewise.replay import Schedule
 from treewise.sampler import row_key
 
 MODEL = tiny_model()
@@ -56,6 +57,28 @@ def test_the_device_has_the_next_step_before_the_host_has_the_tokens(monkeypatch
     order.clear()
     llm.generate([PROMPTS[1]], SamplingParams(n=3, max_tokens=5, ignore_eos=True, presence_penalty=0.1))
     assert order == ["forward", "read"] * 5  # what is drawn depends on the tokens before
+
+
+def test_a_recorded_tree_is_foreseen_between_its_branchings(monkeypatch):
+    spans = [[-2, 0, [1, 2, 3]], [1, 3, []], [1, 5, [4, 5]], [1, 9, []], [6, 8, []], [6, 12, []]]
+    controller = Replay(Schedule.from_json(spans))
+
+    async def program(root):
+        return await decode([root], controller)
+
+    def tree(llm):
+        [output] = llm.run(program, [PROMPTS[0]])
+        return [(branch.path, branch.token_ids, branch.logprobs) for branch in output.value]
+
+    expected = tree(tiny_llm(MODEL))
+    llm, order = tiny_llm(MODEL, looks_ahead=True), []
+    forward, read = llm.engine.runner.forward, Choices.read
+    monkeypatch.setattr(llm.engine.runner, "forward", lambda *given: (order.append("f"), forward(*given))[1])
+    monkeypatch.setattr(Choices, "read", lambda self: (order.append("r"), read(self))[1])
+    assert tree(llm) == expected
+    # The prompt, then a forward a step, up to the branchings after steps 3, 5, 8 and 9, which wait for their logits.
+    assert "".join(order) == "f" + "ffrfr" + "ffr" + "ffrfr" + "f" + "ffrfr"
+    idle(llm)
 
 
 def test_programs_may_do_as_they_like_in_between():

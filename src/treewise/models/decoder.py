@@ -93,8 +93,8 @@ class CausalLM(nn.Module):
         if self.config.tie_embeddings:
             self.packed_table = pack(self.embedding.weight.detach())
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor | None = None) -> Tensor:
-        """Compute rows of any number of sequences.
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        """Compute rows of any number of sequences, up to what the output head takes; see `logits`.
 
         Parameters
         ----------
@@ -106,13 +106,13 @@ class CausalLM(nn.Module):
             Called once a layer with the rows' queries, keys and values; which row sees what is its business.
             Nothing here waits for the device or makes tensors on the host: where `attend` does not either, a
             forward can be captured in a CUDA graph once one like it has run.
-        logit_rows : Tensor, optional
-            ``[m]`` int64 indices of the rows whose logits are wanted; default all of them.
+        wanted : Tensor, optional
+            ``[m]`` int64 indices of the rows that are wanted; default all of them.
 
         Returns
         -------
         Tensor
-            ``[m, vocab_size]`` float32 logits.
+            ``[m, hidden]``: the last layer's output, normalised.
         """
         x = self.embedding(tokens)
         if self.config.embedding_scale != 1.0:
@@ -121,11 +121,14 @@ class CausalLM(nn.Module):
         residual: Tensor | None = None
         for layer, rope in zip(self.layers, self.layer_ropes, strict=True):
             x, residual = layer(x, residual, angles[rope], attend)
-        if logit_rows is not None:
-            x = x.index_select(0, logit_rows)
-            residual = None if residual is None else residual.index_select(0, logit_rows)
-        x, _ = self.norm.add(x, residual)
-        logits = linear(x, self.head_weight).float()
+        if wanted is not None:
+            x = x.index_select(0, wanted)
+            residual = None if residual is None else residual.index_select(0, wanted)
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return what the output head makes of rows ``[m, hidden]`` of `forward`: float32 ``[m, vocab_size]``."""
+        logits = linear(hidden, self.head_weight).float()
         if (cap := self.config.logit_soft_cap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits
