@@ -155,4 +155,4 @@ def run_dense(
     attention = attention or DenseAttention(model.config)
     attention.positions = torch.arange(len(tokens)) if positions is None else positions
     with torch.inference_mode():
-        return model(torch.tensor(tokens), attention.positions, attention, torch.arange(len(tokens)))
+        return model.logits(model(torch.tensor(tokens), attention.positions, attention))

@@ -1,21 +1,62 @@
 """Triton kernels that draw tokens: the lowest logit that each row keeps, and the arg-max of logits plus Gumbel noise.
 
 They do what `treewise.sampler` does with torch, in passes over the logits instead of one launch an operation, and
-without waiting for the device.
+without waiting for the device. Programs share rows; where they do, what each found is put together by whoever reads it.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-PARTS = 8
-"""Programs that share a row."""
+from treewise.attention.backend import power_of_2
+from treewise.plan.devices import capability
+
+PROGRAMS = 512
+"""Programs that a few rows are shared by."""
+PARTS = (8, 64)
+"""Programs that share a row: at least, and at most."""
 BLOCK = 2048
 """Logits that a program takes at once."""
 NEGATIVE = tl.constexpr(-2139095041)  # ordered key of -inf
+
+# Triton's interpreter has no dependent launches.
+gdc_launch_dependents, gdc_wait = tl.extra.cuda.gdc_launch_dependents, tl.extra.cuda.gdc_wait
+
+
+class Parts(NamedTuple):
+    """What programs found in their parts of rows.
+
+    Attributes
+    ----------
+    best : Tensor [rows, parts] float32
+        The best logit, noise included.
+    token : Tensor [rows, parts] int32
+        The first that is as good.
+    exponentials, differences : Tensor [rows, parts] float32
+        Sums of what logits are below the row's largest, and of the exponentials of that.
+    """
+
+    best: torch.Tensor
+    token: torch.Tensor
+    exponentials: torch.Tensor
+    differences: torch.Tensor
+
+
+def tops(logits: torch.Tensor) -> torch.Tensor:
+    """Return the largest logit of each part of each row [rows, parts] float32, of logits [rows, vocab] float32."""
+    rows, vocab_size = logits.shape
+    parts = min(max(PARTS[0], power_of_2(PROGRAMS // max(rows, 1))), PARTS[1], power_of_2(-(-vocab_size // BLOCK)))
+    largest = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+    top_parts[(rows, parts)](
+        logits, largest, logits.stride(0), vocab_size, _length(vocab_size, parts),
+        PARTS=parts, BLOCK=BLOCK, num_warps=8, **_overlap(logits),
+    )  # fmt: skip
+    return largest
 
 
 def floors(
@@ -31,8 +72,8 @@ def floors(
     Parameters
     ----------
     logits : Tensor [rows, vocab] float32
-    tops : Tensor [rows] float32
-        The largest of each row; a scaled logit is ``(logit - top) / temperature``.
+    tops : Tensor [rows, parts] float32
+        What `tops` returns; a scaled logit is ``(logit - top) / temperature`` with the largest of the row.
     temperatures : Tensor [rows] float32
         0 for greedy rows, which keep everything.
     min_p, top_p : Tensor [rows] float32
@@ -46,10 +87,10 @@ def floors(
         ``-inf`` where nothing is cut.
     """
     rows, vocab_size = logits.shape
-    lowest = torch.empty_like(tops)
+    lowest = torch.empty(rows, dtype=torch.float32, device=logits.device)
     find_floors[(rows,)](
         logits, tops, temperatures, min_p, top_k, top_p, lowest, logits.stride(0), vocab_size,
-        BLOCK=BLOCK, num_warps=16,
+        PARTS=tops.shape[1], BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
     return lowest
 
@@ -57,42 +98,94 @@ def floors(
 def draw(
     logits: torch.Tensor,
     tops: torch.Tensor,
-    temperatures: torch.Tensor,
-    lowest: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    lowest: torch.Tensor | None,
     words: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a token for each row, or take the most likely one where the temperature is 0.
+) -> Parts:
+    """Draw a token of each part of each row, or take the most likely one where the temperature is 0.
 
     Parameters
     ----------
     logits, tops, temperatures : Tensor
-        As for `floors`.
-    lowest : Tensor [rows] float32
-        What `floors` returns.
-    words : Tensor [rows, 2] int32
+        As for `floors`; no temperatures: all are 0.
+    lowest : Tensor [rows] float32, optional
+        What `floors` returns; by default nothing is cut.
+    words : Tensor [2, rows] int32
         The random words of each row, see `treewise.sampler`.
+    """
+    rows, parts = tops.shape
+    best, exponentials, differences = torch.empty((3, rows, parts), dtype=torch.float32, device=logits.device)
+    token = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+    vocab_size = logits.shape[1]
+    draw_parts[(rows, parts)](
+        logits, tops, temperatures, lowest, words, best, token, exponentials, differences, logits.stride(0),
+        vocab_size, _length(vocab_size, parts), rows, PARTS=parts, BLOCK=BLOCK, num_warps=8, **_overlap(logits),
+    )  # fmt: skip
+    return Parts(best, token, exponentials, differences)
+
+
+def finish(logits: torch.Tensor, tops: torch.Tensor, drawn: Parts, raw: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put parts together.
+
+    Parameters
+    ----------
+    logits : Tensor [rows, vocab] float32
+        The raw ones.
+    tops : Tensor [rows, parts] float32
+        Theirs.
+    drawn : Parts
+        Of the logits that tokens were drawn from.
+    raw : Parts
+        Of the raw logits.
 
     Returns
     -------
     tokens : Tensor [rows] int64
         The lowest of equally good ones.
-    log_totals : Tensor [rows] float32
-        Natural logarithm of the sum of exponentials of each row's logits.
-    means : Tensor [rows] float32
-        Mean of each row's logits.
+    choices : Tensor [rows, 4] float64
+        What `treewise.choices.Choice` says of them.
     """
     rows, vocab_size = logits.shape
-    best = torch.empty((rows, PARTS), dtype=torch.float32, device=logits.device)
-    token = torch.empty((rows, PARTS), dtype=torch.int64, device=logits.device)
-    sums = torch.empty((2, rows, PARTS), dtype=torch.float32, device=logits.device)
-    length = triton.cdiv(triton.cdiv(vocab_size, PARTS), BLOCK) * BLOCK
-    draw_parts[(rows, PARTS)](
-        logits, tops, temperatures, lowest, words, best, token, *sums, logits.stride(0), vocab_size, length,
-        PARTS=PARTS, BLOCK=BLOCK, num_warps=8,
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    choices = torch.empty((rows, 4), dtype=torch.float64, device=logits.device)
+    finish_rows[(rows,)](
+        logits, tops, drawn.best, drawn.token, raw.exponentials, raw.differences, tokens, choices, logits.stride(0),
+        vocab_size, PARTS=tops.shape[1], num_warps=1, **_overlap(logits),
     )  # fmt: skip
-    part = best.argmax(dim=1, keepdim=True)  # the first of equally good parts has the lowest tokens
-    exponentials, differences = sums.sum(dim=2)
-    return token.gather(1, part)[:, 0], tops + exponentials.log(), tops + differences / vocab_size
+    return tokens, choices
+
+
+def _length(vocab_size: int, parts: int) -> int:
+    return -(-vocab_size // (parts * BLOCK)) * BLOCK
+
+
+def _overlap(logits: torch.Tensor) -> dict[str, Any]:
+    """Return what a kernel is launched with where it may start before the one in front of it has ended."""
+    overlap = logits.is_cuda and capability(logits.device) >= (9, 0)
+    return {"OVERLAP": overlap, "launch_pdl": overlap}
+
+
+@triton.jit
+def _top(tops, row, PARTS: tl.constexpr):
+    return tl.max(tl.load(tops + row * PARTS + tl.arange(0, PARTS)), 0)
+
+
+@triton.jit
+def top_parts(logits, tops, stride, size, length, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Largest logit of a part of a row, NaN if there is one: grid (rows, PARTS)."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, part = tl.program_id(0), tl.program_id(1)
+    logits += row.to(tl.int64) * stride
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    end = tl.minimum(size, (part + 1) * length)
+    for first in range(part * length, end, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        logit = tl.load(logits + column, mask=column < end, other=float("-inf"))
+        largest = tl.maximum(largest, logit, propagate_nan=tl.PropagateNan.ALL)
+    odd = tl.max((largest != largest).to(tl.int32), 0)
+    tl.store(tops + row * PARTS + part, tl.where(odd > 0, float("nan"), tl.max(largest, 0)))
 
 
 @triton.jit
@@ -133,13 +226,12 @@ def _search(logits, top, temperature, least, goal, size, MASS: tl.constexpr, BLO
 
 @triton.jit
 def find_floors(
-    logits, tops, temperatures, min_p, top_k, top_p, lowest, stride, size,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits, tops, temperatures, min_p, top_k, top_p, lowest, stride, size, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Cut by min-p, then top-k, then top-p over what the two left: a row a program."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
-    top, temperature = tl.load(tops + row), tl.load(temperatures + row)
+    top, temperature = _top(tops, row, PARTS), tl.load(temperatures + row)
     least = tl.full([1], NEGATIVE, tl.int32)
     share = tl.load(min_p + row)
     if (temperature > 0) & (share > 0):
@@ -182,18 +274,25 @@ def _noise(column, word, offset):
 
 @triton.jit
 def draw_parts(
-    logits, tops, temperatures, lowest, words, best, token, exponentials, differences, stride, size, length,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, tops, temperatures, lowest, words, best, token, exponentials, differences, stride, size, length, rows,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Best token of a part of a row, and the part's sums of logits less the top, and their exponentials.
 
     The grid is (rows, PARTS).
     """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * stride
-    top, temperature, low = tl.load(tops + row), tl.load(temperatures + row), tl.load(lowest + row)
-    word = tl.load(words + 2 * row).to(tl.uint32, bitcast=True)
-    offset = tl.load(words + 2 * row + 1).to(tl.uint32, bitcast=True)
+    top, low, temperature = _top(tops, row, PARTS), float("-inf"), 0.0
+    if temperatures is not None:
+        temperature = tl.load(temperatures + row)
+    if lowest is not None:
+        low = tl.load(lowest + row)
+    word = tl.load(words + row).to(tl.uint32, bitcast=True)
+    offset = tl.load(words + rows + row).to(tl.uint32, bitcast=True)
     best_value = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.full([BLOCK], 2147483647, tl.int32)
     exponential = tl.zeros([BLOCK], tl.float32)
@@ -212,8 +311,35 @@ def draw_parts(
         best_value = tl.where(better, value, best_value)
         best_token = tl.where(better, column, best_token)
     highest = tl.max(best_value, 0)
-    tl.store(best + row * PARTS + part, highest)
+    place = row * PARTS + part
+    tl.store(best + place, highest)
     first_best = tl.min(tl.where(best_value == highest, best_token, 2147483647), 0)
-    tl.store(token + row * PARTS + part, tl.minimum(first_best, size - 1).to(tl.int64))
-    tl.store(exponentials + row * PARTS + part, tl.sum(exponential, 0))
-    tl.store(differences + row * PARTS + part, tl.sum(difference, 0))
+    tl.store(token + place, tl.minimum(first_best, size - 1))
+    tl.store(exponentials + place, tl.sum(exponential, 0))
+    tl.store(differences + place, tl.sum(difference, 0))
+
+
+@triton.jit
+def finish_rows(
+    logits, tops, best, token, exponentials, differences, tokens, choices, stride, size,
+    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Put the parts of a row together: grid (rows,)."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    place = row * PARTS + tl.arange(0, PARTS)
+    largest = tl.load(tops + place)
+    top, odd = tl.max(largest, 0), tl.max((largest != largest).to(tl.int32), 0)
+    value = tl.load(best + place)
+    mine = tl.min(tl.where(value == tl.max(value, 0), tl.load(token + place), size - 1), 0)
+    total = top + tl.log(tl.sum(tl.load(exponentials + place), 0))
+    mean = top + tl.sum(tl.load(differences + place), 0) / size
+    logit = tl.load(logits + row.to(tl.int64) * stride + mine)
+    valid = (odd == 0) & (tl.abs(top) < float("inf"))
+    tl.store(tokens + row, mine.to(tl.int64))
+    tl.store(choices + 4 * row, mine.to(tl.float64))
+    tl.store(choices + 4 * row + 1, (logit - total).to(tl.float64))
+    tl.store(choices + 4 * row + 2, tl.where(valid, 1.0, 0.0).to(tl.float64))
+    tl.store(choices + 4 * row + 3, (total - mean - tl.log(size.to(tl.float32))).to(tl.float64))

@@ -140,9 +140,12 @@ class Runner:
         """Do what `forward` does up to the output head, whose rows [logit rows, hidden] this returns."""
         for copy in kv.take_copies():
             self._copy(copy)
-        rows = self._upload(np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv))))
+        known = np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv)))
+        unknown = np.flatnonzero(known[0] < 0)
+        arrays = upload({"rows": known, "unknown": unknown, "choices": ~known[0, unknown]}, self.device)
+        rows = arrays["rows"]
         if drawn is not None:
-            rows[0] = torch.where(rows[0] < 0, drawn[rows[0].bitwise_not().clamp_(min=0)], rows[0])
+            rows[0].index_copy_(0, arrays["unknown"], drawn.index_select(0, arrays["choices"]))
         everything = batch.logit_rows == list(range(batch.num_rows))
         wanted = None if everything else self._upload(np.asarray(batch.logit_rows))
         if self.graphs is not None and batch.is_decoding and (hidden := self.graphs.run(rows, plans)) is not None:

@@ -99,11 +99,11 @@ def floors_alike(device):
     for cut in ({"min_p": 0.05}, {"top_k": 17}, {"top_k": 4999}, {"top_p": 0.3}, {"top_p": 0.99}):
         settings = nothing | cut
         tensors = [torch.full_like(tops, settings[key]) for key in ("min_p", "top_k", "top_p")]
-        lowest = draws.floors(logits, tops, temperatures, tensors[0], tensors[1].int(), tensors[2])
+        lowest = draws.floors(logits, draws.tops(logits), temperatures, tensors[0], tensors[1].int(), tensors[2])
         theirs, known = _lowest(best, total, [SamplingParams(**cut)] * 12, whole=True)
         assert known.all()
         assert torch.equal(scaled >= lowest[:, None], scaled >= theirs)
-    kept = draws.floors(logits, tops, torch.zeros_like(tops), tensors[0], tensors[1].int(), tensors[2] * 0.1)
+    kept = draws.floors(logits, tops[:, None], torch.zeros_like(tops), tensors[0], tensors[1].int(), tensors[2] * 0.1)
     assert (kept == -math.inf).all()  # greedy rows
 
 

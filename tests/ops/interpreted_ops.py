@@ -20,6 +20,12 @@ def test_norms(size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1024, 24), (576, 100), (1, 3), (2500, 17)])
+def test_products_of_a_row(inputs, outputs, dtype):
+    op_checks.products_agree("cpu", dtype, inputs, outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [4, 1000, 1024, 2100])
 def test_gated_activations(size, dtype):
     op_checks.activations_agree("cpu", dtype, size)

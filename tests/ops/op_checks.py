@@ -38,6 +38,15 @@ def norms_agree(device: str, dtype: torch.dtype, size: int, rows: int = 5) -> No
             assert torch.equal(total.cpu(), expected[1]) and torch.equal(x, before)
 
 
+def products_agree(device: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=1)
+    x = random(1, inputs, dtype=dtype, seed=2) / inputs**0.5
+    for added in (None, bias):
+        exact = x.double() @ weight.double().T + (0 if added is None else added.double())
+        found = fused.linear(x.to(device), weight.to(device), None if added is None else added.to(device))
+        close(found, exact.to(dtype))
+
+
 def activations_agree(device: str, dtype: torch.dtype, size: int, rows: int = 3) -> None:
     gate_up = random(rows, 2 * size, dtype=dtype) * 4
     gate_up[0, :8] = torch.tensor([0, -0.0, 1e-4, -1e-4, 50, -50, 10, -10])[: min(8, 2 * size)]

@@ -156,6 +156,8 @@ class TestOnGPU:
             op_checks.norms_agree("cuda", dtype, size, rows=300)
         for size in (4, 1000, 1024, 14336):
             op_checks.activations_agree("cuda", dtype, size, rows=300)
+        for inputs, outputs in ((4096, 6144), (14336, 4096), (576, 1000), (2500, 17)):
+            op_checks.products_agree("cuda", dtype, inputs, outputs)
         for shape in op_checks.SHAPES:
             for kv_dtype, scaled in ((dtype, False), (FP8, False), (FP8, True)):
                 op_checks.heads_are_rotated_and_stored("cuda", dtype, shape, kv_dtype, scaled)

@@ -116,8 +116,8 @@ def test_an_ended_chain_is_asked_for_its_answer_too(name):
     # Unless a grammar forbids it, this model ends every text at once.
     model = tiny_model()
     bias = float(dense_logits(model, [5])[-1].max()) + 100
-    original = model.forward
-    model.forward = lambda *args: original(*args).index_fill(1, torch.tensor([EOS]), bias)
+    original = model.logits
+    model.logits = lambda *args: original(*args).index_fill(1, torch.tensor([EOS]), bias)
     answer = run(name, model, grammar=Grammar.choice(["yes", "no"]), conclude="=").value
     assert answer.text in ("=yes", "=no")
     assert EOS not in answer.token_ids, "the answer stands in the place of the end token"

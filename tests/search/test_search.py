@@ -338,8 +338,8 @@ def test_a_chain_that_ended_stays_in_the_race():
 
     model = tiny_model()
     bias = dense_logits(model, [5])[-1]
-    original = model.forward
-    model.forward = lambda *args: original(*args).index_fill(1, torch.tensor([EOS]), float(bias.max()) + 100)
+    original = model.logits
+    model.logits = lambda *args: original(*args).index_fill(1, torch.tensor([EOS]), float(bias.max()) + 100)
     [result] = tiny_llm(model).run(program, ["x"])
     assert result.value.token_ids == [EOS]
     assert len(branches_of(result)) == 3, "no branch goes on from an ended one"

@@ -58,8 +58,8 @@ def ending_model():
     """Return a model that ends every text at once."""
     model = tiny_model()
     bias = float(dense_logits(model, [5])[-1].max()) + 100
-    original = model.forward
-    model.forward = lambda *args: original(*args).index_fill(1, torch.tensor([EOS]), bias)
+    original = model.logits
+    model.logits = lambda *args: original(*args).index_fill(1, torch.tensor([EOS]), bias)
     return model
 
 

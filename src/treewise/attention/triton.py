@@ -52,8 +52,9 @@ class Work(NamedTuple):
 
     launches: tuple[Launch, ...]
     ordered: bool  # rows are in the caller's order
-    entries: int
-    block: int
+    entries: int  # of the merge, at once
+    block: int  # heads of a program of it
+    warps: int
 
 
 class _Step(NamedTuple):
@@ -119,7 +120,7 @@ class TritonBackend:
             kernels.reduce_entries[(len(plan.reduce_rows) * -(-plan.num_heads // work.block),)](
                 parts, part_lse, out, lse, on["reduce_queries"], on["reduce_indptr"], on["reduce_entries"],
                 HEADS=plan.num_heads, DIM=plan.head_dim, DIM_PAD=_dim_pad(plan), BLOCK=work.block,
-                ENTRIES=work.entries, OVERLAP=overlap, num_warps=1, launch_pdl=overlap,
+                ENTRIES=work.entries, OVERLAP=overlap, num_warps=work.warps, launch_pdl=overlap,
             )  # fmt: skip
         return out, lse
 
@@ -194,12 +195,15 @@ def prepare(plan: Plan) -> Work:
     work = plan.prepared.get(TritonBackend.name)
     if work is None:
         row_bytes = _dim_pad(plan) * plan.dtype.itemsize
-        entries = min(8, max(2, power_of_2(int(np.diff(plan.reduce_indptr).max(initial=1)))))
+        # Few rows are merged by many programs at once, each a row's entries in one go; many rows fill the device.
+        few = len(plan.reduce_rows) * plan.num_heads <= 2 * multiprocessors(plan.device)
+        entries = min(32 if few else 8, max(2, power_of_2(int(np.diff(plan.reduce_indptr).max(initial=1)))))
         work = plan.prepared[TritonBackend.name] = Work(
             launches=_launches(plan, row_bytes),
             ordered=bool((np.diff(plan.row_order) == 1).all()),
             entries=entries,
             block=max(1, min(4, 16 // entries, 1024 // row_bytes, power_of_2(plan.num_heads))),
+            warps=max(1, entries // 8),
         )
     return work
 

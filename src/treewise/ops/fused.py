@@ -10,10 +10,31 @@ from torch import Tensor
 from treewise.attention.backend import FP8, power_of_2
 from treewise.ops import kernels
 from treewise.ops.plain import Heads
-from treewise.plan.devices import capability
+from treewise.plan.devices import capability, multiprocessors
 
 COLUMNS = 1024
 """Columns of a program that takes a part of a row: eight a thread of its four warps."""
+OUTPUTS, STAGES, AHEAD = 8, 4, 512
+"""Of a program that multiplies a single row: rows of the matrix; steps, and columns of 16 bits, under way at once."""
+
+
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` is faster than PyTorch's: a single row of 16 bits, on a GPU whose kernels start early."""
+    alike = x.dtype == weight.dtype and x.element_size() == 2 and x.is_contiguous() and weight.is_contiguous()
+    return alike and len(x) == 1 and capability(x.device) >= (9, 0) and x.shape[1] >= AHEAD
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See `treewise.ops.linear`; for a single row."""
+    outputs, inputs = weight.shape
+    out = x.new_empty((1, outputs))
+    overlap = _overlap(x.device)
+    resident = 4 * multiprocessors(x.device) if overlap["OVERLAP"] else 0
+    kernels.multiply_row[(-(-outputs // OUTPUTS),)](
+        x, weight, bias, out, outputs, resident,
+        INPUTS=inputs, OUTPUTS=OUTPUTS, COLUMNS=COLUMNS, STAGES=STAGES, AHEAD=AHEAD, num_warps=4, **overlap,
+    )  # fmt: skip
+    return out
 
 
 def rms_norm(

@@ -1,7 +1,8 @@
 """Triton kernels of the ops: whole rows, or blocks of a row's heads or columns, a program.
 
 Everything is computed in float32 and rounded to the tensors' type where plain torch would round. With ``OVERLAP`` a
-kernel is launched while the one before it still runs, and waits for its end before it reads anything.
+kernel lets the next one start as soon as all its own programs have, is itself launched while the one before it still
+runs, and waits for the end of that, and so of all before it, before it reads any of their results or writes.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -10,7 +11,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-gdc_wait = tl.extra.cuda.gdc_wait  # Triton's interpreter has no dependent launches
+# Triton's interpreter has no dependent launches.
+gdc_launch_dependents, gdc_wait = tl.extra.cuda.gdc_launch_dependents, tl.extra.cuda.gdc_wait
+
+
+@triton.jit
+def multiply_row(
+    x, weight, bias, out, outputs, resident,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Multiply one row with OUTPUTS rows of a matrix a program: grid (blocks of outputs,).
+
+    The matrix is no kernel's result: the first AHEAD columns of it are brought to the L2 cache while the kernel before
+    still runs, by the programs that there is room for at once, the first `resident`.
+    """
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    start = weight + output.to(tl.int64)[:, None] * INPUTS
+    known = (output < outputs)[:, None]
+    column = tl.arange(0, COLUMNS)
+    if OVERLAP:
+        gdc_launch_dependents()
+        if (AHEAD > 0) & (tl.program_id(0) < resident) & (outputs % OUTPUTS == 0):
+            line = start + tl.arange(0, max(AHEAD, 64) // 64)[None, :] * 64  # 128 bytes
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+            )
+        gdc_wait()
+    products = tl.zeros([OUTPUTS, COLUMNS], tl.float32)
+    for first in tl.range(0, INPUTS, COLUMNS, num_stages=STAGES):
+        inside = first + column < INPUTS
+        factor = tl.load(start + (first + column)[None, :], mask=known & inside[None, :], other=0.0)
+        part = tl.load(x + first + column, mask=inside, other=0.0)
+        products += part.to(tl.float32)[None, :] * factor.to(tl.float32)
+    result = tl.sum(products, 1)
+    if bias is not None:
+        result += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)
+    tl.store(out + output, result.to(out.dtype.element_ty), mask=output < outputs)
 
 
 @triton.jit
@@ -20,10 +57,12 @@ def norm_rows(
 ):  # fmt: skip
     """Add a row to its residual, if there is one, and normalise it: grid (rows,)."""
     if OVERLAP:
-        gdc_wait()
+        gdc_launch_dependents()
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
     place = tl.program_id(0).to(tl.int64) * SIZE + column
     wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -41,6 +80,7 @@ def gate_rows(
 ):  # fmt: skip
     """Multiply BLOCK activated gates of a row with their values: grid (rows, blocks)."""
     if OVERLAP:
+        gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -63,6 +103,7 @@ def rotate_heads(
 ):  # fmt: skip
     """Normalise, turn and store BLOCK of a row's stacked heads, each in two halves: grid (rows × blocks,)."""
     if OVERLAP:
+        gdc_launch_dependents()
         gdc_wait()
     total: tl.constexpr = HEADS + 2 * KV_HEADS
     blocks: tl.constexpr = (total + BLOCK - 1) // BLOCK

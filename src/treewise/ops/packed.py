@@ -38,4 +38,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
+    if x.is_cuda:
+        # Imported here because Triton is not there on every machine.
+        from treewise.ops import fused
+
+        if fused.multiplies(x, weight):
+            return fused.linear(x, weight, bias)
     return F.linear(x, weight, bias)
