@@ -22,18 +22,17 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from recorded_search import Call, recorded
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from treewise import LLM
-from treewise.awaitables import Observe
 from treewise.bench.measure import describe_machine
 from treewise.models.load import locate
-from treewise.results import Tree
 from treewise.search import STRATEGIES
 
 WORKED = """Question: A box holds {a} pencils. How many pencils are in {b} boxes?
@@ -50,55 +49,17 @@ SEED = 1
 """With it no strategy finds the first thoughts to be whole answers already, and so ends at once."""
 
 
-class Call(NamedTuple):
-    """A text to continue: how many sequences, and how many tokens; none to look at the likelihoods behind it."""
-
-    text: tuple[int, ...]
-    sequences: int
-    tokens: int
-
-
-def continuations(tree: Tree) -> list[Call]:
-    """List a call for each node that has tokens of its own, in the order of the tree."""
-    before: dict[int | None, tuple[int, ...]] = {None: ()}
-    calls = []
-    for node in tree.nodes:  # parents first
-        path = before[node.parent]
-        before[node.id] = (*path, *node.token_ids)
-        given = sum(logprob is None for logprob in node.logprobs)
-        if given < len(node.token_ids):
-            calls.append(Call((*path, *node.token_ids[:given]), 1, len(node.token_ids) - given))
-    return calls
-
-
 def together(calls: Sequence[Call]) -> list[Call]:
     """Join the calls that continue one text, as long as the longest."""
-    lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    lengths: dict[Sequence[int], list[int]] = defaultdict(list)
     for call in calls:
         lengths[call.text].append(call.tokens)
-    return [Call(text, len(tokens), max(tokens)) for text, tokens in lengths.items()]
-
-
-def recorded(llm: LLM, run: Callable[[], Any]) -> tuple[Any, list[Call]]:
-    """Run something, and list the forwards that its questions take without a cache."""
-    texts: dict[tuple[int, ...], None] = {}
-    start = llm.engine._start
-
-    def started(task: Any, operation: Any) -> None:
-        if isinstance(operation, Observe):
-            for branch, first in zip(operation.branches, operation.starts, strict=True):
-                path = branch.path_tokens
-                texts[tuple(path[: first if len(path) == first + 1 else -1])] = None
-        start(task, operation)
-
-    with patch.object(llm.engine, "_start", started):
-        result = run()
-    return result, [Call(text, 1, 0) for text in texts]
+    return [Call(text, max(tokens), len(tokens)) for text, tokens in lengths.items()]
 
 
 def again(model: PreTrainedModel, calls: Sequence[Call]) -> None:
     """Make calls over Transformers."""
-    for text, sequences, tokens in calls:
+    for text, tokens, sequences in calls:
         if tokens:
             model.generate(
                 torch.tensor([text]),
@@ -165,7 +126,7 @@ def main() -> None:
     prompt = (
         "".join(WORKED.format(a=a, b=b, c=a * b) for a, b in ((12, 3), (7, 5), (20, 4), (9, 6), (15, 2))) + QUESTION
     )
-    again(theirs, [Call(tuple(llm.tokenizer.encode(prompt)), 1, 2)])  # warm
+    again(theirs, [Call(tuple(llm.tokenizer.encode(prompt)), 2)])  # warm
     rows = []
     for name in options.strategies:
         program = STRATEGIES[name].build(**RUNS[name])
@@ -173,8 +134,10 @@ def main() -> None:
         def run(program: Any = program) -> Any:
             return llm.run(program, [prompt], seed=SEED)[0]
 
-        result, questions = recorded(llm, run)
-        nodes = continuations(result.tree)
+        result, _, operations = recorded(llm, run)
+        calls = [call for operation in operations for call in operation.calls]
+        nodes = [call for call in calls if call.tokens]
+        questions = list(dict.fromkeys(call for call in calls if not call.tokens))
         ways = {
             "treewise": run,
             "a_call_a_node": lambda nodes=nodes, questions=questions: again(theirs, [*nodes, *questions]),
