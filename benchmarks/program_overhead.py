@@ -1,11 +1,17 @@
-"""Time programs over many live branches: what they take themselves, beside the engine's steps.
+"""Time programs over many live branches: what they take themselves, and how long the device waits for that.
 
     python benchmarks/program_overhead.py [--model smollm2-135m] [--device cpu] [--live 256] [--trees 64] [--out FILE]
+    python benchmarks/program_overhead.py --model shape:llama-3-8b --device cuda --repeats 2
 
 Each program runs over one tree of `--live` branches, and over `--trees` trees at once that have as many together. Its
-own time is all that is not a step: coroutines, forks, pruning, texts, the beginnings and ends of operations. Steps are
-everything else: scheduling, plans, forwards, drawing. The share is the one over the other. The last line is the result
-as JSON.
+own time is all that is not a step: coroutines, forks, pruning, texts, functions that are waited for, the beginnings and
+ends of operations. Steps are everything else: scheduling, plans, forwards, drawing.
+
+A GPU works on while a program runs, unless the program has to see the last tokens first. So of a program's own time
+between two forwards only that counts as delay for which the device did nothing, by its own clock; a CPU does nothing
+all that time. The share is the delay over the steps. What a program costs in all, its operations' many ends and the
+device's pauses behind them included, shows beside `samples`, which is a plain decoding: `times_samples` compares the
+whole time a step, for programs that have as many rows. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -13,10 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from functools import partial
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
+import torch
+
+import treewise.engine
 from treewise import LLM, Branch, SamplingParams, gather, generate, keep, stream
 from treewise.bench.measure import describe_machine, report
 from treewise.bench.runs import random_prompt
@@ -91,52 +104,119 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def measure(llm: LLM, program: Program, trees: int, width: int, seed: int) -> dict[str, Any]:
-    """Run a program over so many trees at once."""
-    engine, own, rows, live = llm.engine, 0.0, [], []
-    run_programs, next_batch = engine._run_programs, engine.scheduler.next_batch
+class Watch:
+    """Watches an engine while it is entered.
 
-    def timed() -> None:
-        nonlocal own
+    Attributes
+    ----------
+    rows, live : list of int
+        Of each step: rows, and those whose logits are wanted.
+    own : float
+        Seconds that programs have taken since the last forward.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.engine = llm.engine
+        self.device = llm.engine.runner.device
+        self.rows: list[int] = []
+        self.live: list[int] = []
+        self.own = 0.0
+        self._ended: Any = None  # the last forward and the drawing from it
+        self._spans: list[tuple[float, Any, Any]] = []  # before each forward
+
+    def __enter__(self) -> Watch:
+        """Watch."""
+        self._patches = ExitStack()
+        for owner, name, watched in (
+            (self.engine, "_run_programs", self._timed),
+            (treewise.engine, "wait", self._timed),
+            (self.engine.scheduler, "next_batch", self._counted),
+            (self.engine.runner, "forward", self._forward),
+            (treewise.engine, "draw", self._drawn),
+        ):
+            self._patches.enter_context(patch.object(owner, name, partial(watched, getattr(owner, name))))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Watch no more."""
+        self._patches.close()
+
+    def seconds(self) -> tuple[float, float]:
+        """Return what programs have taken themselves, and for how much of it the device did nothing."""
+        taken = sum(own for own, _, _ in self._spans) + self.own
+        return taken, sum(min(own, self._between(*times)) for own, *times in self._spans) + self.own
+
+    def _timed(self, function: Callable[..., Any], *arguments: Any) -> Any:
         start = perf_counter()
-        run_programs()
-        own += perf_counter() - start
+        result = function(*arguments)
+        self.own += perf_counter() - start
+        return result
 
-    def counted(*arguments: Any) -> Any:
+    def _counted(self, next_batch: Callable[..., Any], *arguments: Any) -> Any:
         chosen = next_batch(*arguments)
         if chosen[0].num_rows:
-            rows.append(chosen[0].num_rows)
-            live.append(len(chosen[0].logit_rows))
+            self.rows.append(chosen[0].num_rows)
+            self.live.append(len(chosen[0].logit_rows))
         return chosen
 
-    engine._run_programs, engine.scheduler.next_batch = timed, counted  # type: ignore[method-assign]
-    start = perf_counter()
-    try:
+    def _forward(self, forward: Callable[..., Any], *arguments: Any) -> Any:
+        self._spans.append((self.own, self._ended, self._now()))
+        self.own = 0.0
+        return forward(*arguments)
+
+    def _drawn(self, draw: Callable[..., Any], *arguments: Any) -> Any:
+        drawn = draw(*arguments)
+        self._ended = self._now()
+        return drawn
+
+    def _now(self) -> Any:
+        """Read the clock, or let the device read its own when it gets here."""
+        if self.device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        if start is None:  # nothing was computed before
+            return inf
+        return end - start if isinstance(end, float) else start.elapsed_time(end) * 1e-3
+
+
+def measure(llm: LLM, program: Program, trees: int, width: int, seed: int) -> dict[str, Any]:
+    """Run a program over so many trees at once."""
+    engine = llm.engine
+    with Watch(llm) as watch:
+        start = perf_counter()
         requests = [
             engine.add(
                 lambda root: program(root, width), random_prompt(PROMPT_TOKENS, llm.tokenizer.vocab_size, place), seed
             )
             for place in range(trees)
         ]
-        own += perf_counter() - start  # the trees are made
+        watch.own = perf_counter() - start  # the trees are made
         while not all(request.done for request in requests):
             engine.step()
-    finally:
-        engine._run_programs, engine.scheduler.next_batch = run_programs, next_batch  # type: ignore[method-assign]
+        whole = perf_counter() - start
     for request in requests:
         if request.error is not None:
             raise request.error
-    steps = perf_counter() - start - own
+    if watch.device.type == "cuda":
+        torch.cuda.synchronize(watch.device)
+    own, delay = watch.seconds()
+    steps = len(watch.rows)
     return {
         "program": program.__name__,
         "trees": trees,
         "branches_a_tree": width,
-        "most_live": max(live),
-        "steps": len(rows),
-        "rows_a_step": sum(rows) / len(rows),
-        "step_ms": 1e3 * steps / len(rows),
-        "program_ms_a_step": 1e3 * own / len(rows),
-        "share_percent": 100 * own / steps,
+        "most_live": max(watch.live),
+        "steps": steps,
+        "rows_a_step": sum(watch.rows) / steps,
+        "step_ms": 1e3 * (whole - delay) / steps,
+        "program_ms_a_step": 1e3 * own / steps,
+        "delay_ms_a_step": 1e3 * delay / steps,
+        "share_percent": 100 * delay / (whole - delay),
+        "wall_ms_a_step": 1e3 * whole / steps,
     }
 
 
@@ -147,6 +227,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--live", type=int, default=256)
     parser.add_argument("--trees", type=int, default=64)
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each, the last of which counts")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     subject = Subject(model=options.model, device=options.device)
@@ -154,10 +236,16 @@ def main() -> None:
     slots = options.trees * PROMPT_TOKENS + 8 * options.live * (4 * TOKENS + subject.page_size)
     llm = subject.engine(loaded, "auto", options.live, num_kv_slots=slots, enable_prefix_caching=False)
     results = []
-    for program in PROGRAMS.values():
-        measure(llm, program, 1, 4, 0)  # warm
+    for name in options.programs:
+        measure(llm, PROGRAMS[name], 1, 4, 0)  # warm
         for trees in (1, options.trees):
-            results.append(measure(llm, program, trees, max(4, options.live // trees), 1))
+            for seed in range(1, options.repeats + 1):
+                result = measure(llm, PROGRAMS[name], trees, max(4, options.live // trees), seed)
+            results.append(result)
+    plain = {result["trees"]: result["wall_ms_a_step"] for result in results if result["program"] == "samples"}
+    for result in results:
+        trees = result["trees"]
+        result["times_samples"] = result["wall_ms_a_step"] / plain[trees] if trees in plain else None
     machine = describe_machine(subject.place)
     result = {"bench": "program_overhead", "model": options.model, "machine": machine, "results": results}
     if options.out is not None:
