@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import partial
-from itertools import groupby, product
+from itertools import count, groupby, product
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -170,15 +170,16 @@ def record(subject: Subject, strategies: Sequence[str], prompt_tokens: Sequence[
     if subject.shape is not None:
         tokenizer = cast(Tokenizer, WordTokenizer(tokenizer.vocab_size))
     llm = subject.engine((model, tokenizer), "auto")
-    runs = []
+    runs, seeds = [], count()
     for length, name in product(prompt_tokens, strategies):
         program = STRATEGIES[name].build(**RUNS[name])
-        for seed in range(repeats + 1):
+        for number in range(repeats + 1):
+            seed = next(seeds)  # no two runs have prompts that begin alike
             prompt = random_prompt(length, tokenizer.vocab_size, seed)
             [result], seconds, operations = recorded(llm, partial(llm.run, program, [prompt], seed=seed))
             usage = result.tree.usage
-            print(f"{name}, prompt of {length}, run {seed}: {seconds:.3f} s, {usage.steps} steps", flush=True)
-            if seed > 0:
+            print(f"{name}, prompt of {length}, run {number}: {seconds:.3f} s, {usage.steps} steps", flush=True)
+            if number > 0:
                 run = {"strategy": name, "prompt_tokens": length, "settings": RUNS[name], "seconds": seconds}
                 run |= {"steps": usage.steps, "rows": usage.rows, "prompt": prompt}
                 runs.append(run | {"operations": [without(operation, length) for operation in operations]})

@@ -78,13 +78,22 @@ class Transformers:
         return int(output[:, ids.shape[1] :].numel())
 
 
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that it ends with it
+    "VLLM_LOGGING_LEVEL": "ERROR",  # nothing but results on standard output
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which wants a compiler, and top-k or top-p
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""What is set where nothing else is."""
+
+
 class VLLM:
     """`LLM.generate` of vLLM, with its prefix cache, which is emptied before each call."""
 
     def __init__(self, subject: Subject, dtype: torch.dtype, room: Room) -> None:
-        # In this process, so that it ends with it; and nothing but results on standard output.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        for name, value in VLLM_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         self.package: Any = importlib.import_module("vllm")
         options: dict[str, Any] = {}
         if subject.place.type == "cuda":
@@ -97,6 +106,7 @@ class VLLM:
                 model=str(stack.enter_context(subject.folder())),
                 load_format="dummy" if subject.shape else "auto",
                 skip_tokenizer_init=True,
+                generation_config="vllm",
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=room.length,
                 max_num_seqs=room.sequences,
