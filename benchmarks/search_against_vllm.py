@@ -29,7 +29,7 @@ from functools import partial
 from itertools import count, groupby, product
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any, Protocol, cast
 from zlib import crc32
 
@@ -39,6 +39,7 @@ from treewise.bench.engines import VLLM, Room
 from treewise.bench.measure import describe_machine
 from treewise.bench.runs import random_prompt
 from treewise.bench.subject import Subject
+from treewise.config import check_integer
 from treewise.models import Tokenizer
 from treewise.models.shapes import NumberTokenizer
 from treewise.search import STRATEGIES
@@ -82,44 +83,39 @@ class OverVLLM:
     """
 
     def __init__(self, subject: Subject, room: Room) -> None:
-        self.llm = VLLM(subject, subject.element, room).llm
+        self.engine = VLLM(subject, subject.element, room).llm.llm_engine
         self.cached_tokens = 0
-        self._wanted: dict[int, int] = {}
-
-    def reset(self) -> None:
-        """Empty the prefix cache, which waits for the last request to be let go."""
-        self.cached_tokens = 0
-        for _ in range(100):
-            if self.llm.reset_prefix_cache():
-                return
-            sleep(0.01)
-        raise RuntimeError("vLLM does not empty its prefix cache")
+        self._names = count()
+        self._sent: dict[str, tuple[int, int]] = {}  # number and new tokens
 
     def submit(self, number: int, call: Call) -> None:
         """See `Peer.submit`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._wanted[number] = call.tokens or 1
+        name, tokens = str(next(self._names)), call.tokens or 1
+        self._sent[name] = number, tokens
         params = SamplingParams(
             temperature=1.0,
-            max_tokens=self._wanted[number],
+            max_tokens=tokens,
             ignore_eos=True,
             logprobs=None if call.tokens else LIKELIEST,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": call.text}, params)
+        self.engine.add_request(name, {"prompt_token_ids": call.text}, params)
 
     def step(self) -> list[int]:
         """See `Peer.step`."""
-        ended = [output for output in self.llm.llm_engine.step() if output.finished]
-        for output in ended:
-            decoded, wanted = len(output.outputs[0].token_ids), self._wanted.pop(int(output.request_id))
-            if decoded != wanted:
-                raise RuntimeError(f"vLLM decoded {decoded} tokens, not {wanted}")
-            self.cached_tokens += output.num_cached_tokens or 0
-        return [int(output.request_id) for output in ended]
+        ended = []
+        for output in self.engine.step():
+            if output.finished:
+                number, tokens = self._sent.pop(output.request_id)
+                if len(output.outputs[0].token_ids) != tokens:
+                    raise RuntimeError(f"vLLM decoded {len(output.outputs[0].token_ids)} tokens, not {tokens}")
+                self.cached_tokens += output.num_cached_tokens or 0
+                ended.append(number)
+        return ended
 
 
 class AtOnce:
@@ -165,7 +161,7 @@ def replay(peer: Peer, operations: Sequence[Operation]) -> None:
 
 
 def record(subject: Subject, strategies: Sequence[str], prompt_tokens: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Run strategies on treewise, each as often as told after a run that warms up."""
+    """Run strategies on treewise, each once more often than told: the first run warms up."""
     model, tokenizer = subject.load()
     if subject.shape is not None:
         tokenizer = cast(Tokenizer, WordTokenizer(tokenizer.vocab_size))
@@ -179,10 +175,9 @@ def record(subject: Subject, strategies: Sequence[str], prompt_tokens: Sequence[
             [result], seconds, operations = recorded(llm, partial(llm.run, program, [prompt], seed=seed))
             usage = result.tree.usage
             print(f"{name}, prompt of {length}, run {number}: {seconds:.3f} s, {usage.steps} steps", flush=True)
-            if number > 0:
-                run = {"strategy": name, "prompt_tokens": length, "settings": RUNS[name], "seconds": seconds}
-                run |= {"steps": usage.steps, "rows": usage.rows, "prompt": prompt}
-                runs.append(run | {"operations": [without(operation, length) for operation in operations]})
+            run = {"strategy": name, "prompt_tokens": length, "settings": RUNS[name], "seconds": seconds}
+            run |= {"steps": usage.steps, "rows": usage.rows, "prompt": prompt}
+            runs.append(run | {"operations": [without(operation, length) for operation in operations]})
     return {**asdict(subject), "machine": describe_machine(subject.place), "runs": runs}
 
 
@@ -200,7 +195,7 @@ def read(run: dict[str, Any]) -> list[Operation]:
 
 
 def compare(recording: dict[str, Any]) -> dict[str, Any]:
-    """Send what was recorded to vLLM: the first run of each kind without the clock, then all."""
+    """Send what was recorded to vLLM; the first run of each kind warms up."""
     subject = Subject(**{field.name: recording[field.name] for field in fields(Subject)})
     runs = [(run, read(run)) for run in recording["runs"]]
     calls = [call for _, operations in runs for operation in operations for call in operation.calls]
@@ -208,10 +203,11 @@ def compare(recording: dict[str, Any]) -> dict[str, Any]:
     room = Room(max(64, widest), max(len(call.text) + (call.tokens or 1) for call in calls))
     peer, rows = OverVLLM(subject, room), []
     for (name, length), group in groupby(runs, lambda run: (run[0]["strategy"], run[0]["prompt_tokens"])):
-        alike, sent = list(group), []
-        replay(peer, alike[0][1])
+        (_, warm), *alike = group
+        replay(peer, warm)
+        sent = []
         for run, operations in alike:
-            peer.reset()
+            peer.cached_tokens = 0
             start = perf_counter()
             replay(peer, operations)
             seconds = {"treewise": run["seconds"], "vllm": perf_counter() - start}
@@ -229,7 +225,7 @@ def compare(recording: dict[str, Any]) -> dict[str, Any]:
                 "sent": sent,
             }
         )
-        print(json.dumps(rows[-1]), flush=True)
+        print(json.dumps({key: value for key, value in rows[-1].items() if key != "sent"}), flush=True)
     from vllm import __version__
 
     facts = {name: value for name, value in recording.items() if name != "runs"}
@@ -272,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     recording = options.folder / "recorded.json"
     if options.command == "record":
+        check_integer("repeats", options.repeats, 1)
         subject = Subject(model=options.model, device=options.device, max_num_rows=options.max_num_rows)
         result = record(subject, options.strategies, options.prompt_tokens, options.repeats)
         options.folder.mkdir(parents=True, exist_ok=True)

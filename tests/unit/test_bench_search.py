@@ -139,7 +139,7 @@ def recording(tmp_path, monkeypatch):
 def test_strategies_are_recorded_with_prompts_of_their_own(recording):
     runs = recording["runs"]
     kinds = [(run["strategy"], run["prompt_tokens"]) for run in runs]
-    assert kinds == [(name, length) for length in (20, 33) for name in SMALL for _ in range(2)]
+    assert kinds == [(name, length) for length in (20, 33) for name in SMALL for _ in range(3)]
     assert recording["model"] == "shape:tiny" and recording["max_num_rows"] == 8192
     for run, (name, length) in zip(runs, kinds, strict=True):
         assert run["seconds"] > 0 and run["settings"] == SMALL[name] and len(run["prompt"]) == length
@@ -154,7 +154,12 @@ def test_strategies_are_recorded_with_prompts_of_their_own(recording):
         else:
             assert tokens == {3: 12, 2: 1, 0: 13} and bench.waves(operations) == [2, 2, 4, 4, 4, 4, 2, 2, 1, 1]
         assert run["rows"] >= length + sum(call.tokens for call in calls) - len(calls)
-    assert len({tuple(run["prompt"][:16]) for run in runs}) == 12  # or one run would find another's keys in the cache
+    assert len({tuple(run["prompt"][:16]) for run in runs}) == 18  # or one run would find another's keys in the cache
+
+
+def test_no_run_that_is_timed_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="repeats"):
+        bench.main(["record", str(tmp_path), "--model", "shape:tiny", "--device", "cpu", "--repeats", "0"])
 
 
 def test_a_recording_is_sent_to_vllm(recording, tmp_path, monkeypatch, capsys):
@@ -169,15 +174,12 @@ def test_a_recording_is_sent_to_vllm(recording, tmp_path, monkeypatch, capsys):
                 for call in operation.calls
             )
             assert options["enable_prefix_caching"] and options["max_num_seqs"] == 64
-            self.llm_engine, self.waiting, self.resets = self, [], 0
-
-        def reset_prefix_cache(self):
-            self.resets += 1
-            log.append("reset")
-            return self.resets % 2 == 0  # the first time it is still at work
+            self.llm_engine, self.waiting, self.names = self, [], set()
 
         def add_request(self, name, prompt, params):
             assert params.ignore_eos and (params.logprobs is None or params.max_tokens == 1)
+            assert name not in self.names
+            self.names.add(name)
             log.append((prompt["prompt_token_ids"], params.max_tokens))
             self.waiting.append((name, params.max_tokens))
 
@@ -195,18 +197,20 @@ def test_a_recording_is_sent_to_vllm(recording, tmp_path, monkeypatch, capsys):
     bench.main(["replay", str(tmp_path / "new")])
     result = json.loads((tmp_path / "new" / "replayed.json").read_text())
     assert result["vllm"] == "0.26.0" and result["model"] == "shape:tiny"
-    expected = []
-    for first in range(0, len(recording["runs"]), 2):
-        alike = [
-            [(call.text, max(call.tokens, 1)) for operation in bench.read(run) for call in operation.calls]
-            for run in recording["runs"][first : first + 2]
-        ]
-        expected += [*alike[0], "reset", "reset", *alike[0], "reset", "reset", *alike[1]]  # the first one warms up
-    assert log == expected
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == result["results"]
-    assert len(result["results"]) == 6
+    assert log == [
+        (call.text, max(call.tokens, 1))
+        for run in recording["runs"]
+        for operation in bench.read(run)
+        for call in operation.calls
+    ]
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row | {"sent": whole["sent"]} for row, whole in zip(said, result["results"], strict=True)] == result[
+        "results"
+    ]
+    assert len(said) == 6
     for row in result["results"]:
         assert row["ratio"] == pytest.approx(row["seconds"]["vllm"] / row["seconds"]["treewise"])
+        assert len(row["sent"]) == len(row["steps"]) == 2  # the first run of each kind warms up
         for sent in row["sent"]:
             assert sent["requests"] == sum(sent["waves"]) and sent["cached_tokens"] == 3 * sent["requests"]
 
