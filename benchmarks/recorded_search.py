@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from treewise import LLM, Branch
 from treewise.awaitables import Decode, Observe
-from treewise.controller import Drawing
+from treewise.controller import Greedy, Sample
 
 
 class Call(NamedTuple):
@@ -41,7 +41,7 @@ def recorded(llm: LLM, run: Callable[[], Any]) -> tuple[Any, float, list[Operati
 
     def started(task: Any, operation: Any) -> None:
         if isinstance(operation, Decode | Observe):
-            if isinstance(operation, Decode) and not isinstance(operation.controller, Drawing):
+            if isinstance(operation, Decode) and not isinstance(operation.controller, Sample | Greedy):
                 raise ValueError(f"controller: what {type(operation.controller).__name__} forks are no requests")
             under_way[task] = next(moments), operation, [branch.num_tokens for branch in operation.branches]
         start(task, operation)

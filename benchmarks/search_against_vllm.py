@@ -44,11 +44,13 @@ from treewise.models import Tokenizer
 from treewise.models.shapes import NumberTokenizer
 from treewise.search import STRATEGIES
 
-PLAIN = {"temperature": 1.0, "top_p": 1.0}
+DRAWING = {"temperature": 1.0, "top_p": 1.0}
+"""What is drawn from all tokens costs both engines the least."""
 RUNS: dict[str, dict[str, Any]] = {
-    "best_of_n": {"n": 32, "max_tokens": 128},
-    "tot": {"depth": 3, "width": 5, "beam": 5, "thought_tokens": 64, "answer_tokens": 64},
-    "mcts": {"iterations": 32, "parallel": 8, "depth": 8, "width": 3, "thought_tokens": 64, "answer_tokens": 64},
+    "best_of_n": {"n": 32, "max_tokens": 128, **DRAWING},
+    "tot": {"depth": 3, "width": 5, "beam": 5, "thought_tokens": 64, "answer_tokens": 64, **DRAWING},
+    "mcts": {"iterations": 32, "parallel": 8, "depth": 8, "width": 3, "thought_tokens": 64, "answer_tokens": 64}
+    | DRAWING,
 }
 LIKELIEST = 5
 """Tokens whose likelihoods an answer to a question comes with."""
@@ -96,7 +98,7 @@ class OverVLLM:
         name, tokens = str(next(self._names)), call.tokens or 1
         self._sent[name] = number, tokens
         params = SamplingParams(
-            temperature=1.0,
+            **DRAWING,
             max_tokens=tokens,
             ignore_eos=True,
             logprobs=None if call.tokens else LIKELIEST,

@@ -157,7 +157,7 @@ def test_strategies_are_recorded_with_prompts_of_their_own(recording):
     assert len({tuple(run["prompt"][:16]) for run in runs}) == 18  # or one run would find another's keys in the cache
 
 
-def test_no_run_that_is_timed_is_refused(tmp_path):
+def test_a_recording_without_a_timed_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="repeats"):
         bench.main(["record", str(tmp_path), "--model", "shape:tiny", "--device", "cpu", "--repeats", "0"])
 
