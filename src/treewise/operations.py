@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -128,6 +129,7 @@ class ObserveRun:
         self.top = operation.top
         self.branches = operation.branches
         self.observed: list[list[Candidates]] = [[] for _ in operation.branches]
+        self._delivered: list[tuple[int, int, Tensor, Sequence[int]]] = []  # of one step: branch, position, rows
         self._next_tokens = [branch.path_tokens for branch in operation.branches]
         self._lanes = {
             Lane(branch.tree, branch.end, start - 1, branch.num_tokens - 1): i
@@ -144,15 +146,30 @@ class ObserveRun:
 
     def deliver(self, lane: Lane | Thicket, start: int, logits: Tensor, places: Sequence[int]) -> None:
         """See `Run.deliver`."""
-        i = self._lanes[cast(Lane, lane)]
-        rows = gather_rows([(logits, place) for place in places])
+        if self._delivered and self._delivered[0][2] is not logits:
+            self._read()
+        self._delivered.append((self._lanes[cast(Lane, lane)], start, logits, places))
+
+    def _read(self) -> None:
+        """Take what a step has delivered to the host."""
+        delivered, self._delivered = self._delivered, []
+        if not delivered:
+            return
+        rows = gather_rows([(logits, place) for _, _, logits, places in delivered for place in places])
         if invalid_rows(rows).any():
             raise InvalidLogits
-        tokens = self._next_tokens[i][start + 1 : start + 1 + len(places)]
-        self.observed[i] += ranked(log_probs(rows), tokens, self.top)
+        tokens = [
+            token
+            for i, start, _, places in delivered
+            for token in self._next_tokens[i][start + 1 : start + 1 + len(places)]
+        ]
+        candidates = iter(ranked(log_probs(rows), tokens, self.top))
+        for i, _, _, places in delivered:
+            self.observed[i] += islice(candidates, len(places))
 
     def advance(self) -> Gain:
         """See `Run.advance`."""
+        self._read()
         for lane, i in self._lanes.items():
             if not lane.done:
                 self.branches[i].end()  # another coroutine has pruned it, as this will say
