@@ -1,7 +1,7 @@
 """Time programs over many live branches: what they take themselves, and how long the device waits for that.
 
     python benchmarks/program_overhead.py [--model smollm2-135m] [--device cpu] [--live 256] [--trees 64] [--out FILE]
-    python benchmarks/program_overhead.py --model shape:llama-3-8b --device cuda --repeats 2
+    python benchmarks/program_overhead.py --model shape:llama-3-8b --device cuda --tokens 32 --repeats 2
 
 Each program runs over one tree of `--live` branches, and over `--trees` trees at once that have as many together. Its
 own time is all that is not a step: coroutines, forks, pruning, texts, functions that are waited for, the beginnings and
@@ -17,6 +17,7 @@ whole time a step, for programs that have as many rows. The last line is the res
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -37,49 +38,52 @@ from treewise.bench.subject import Subject
 from treewise.search import monte_carlo_tree_search, self_consistency
 
 PROMPT_TOKENS = 64
-TOKENS = 8
-"""Decoded between two forks; a path has four times as many."""
-STRETCH = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
 
-Program = Callable[[Branch, int], Coroutine[Any, Any, Any]]
+Program = Callable[[Branch, int, int], Coroutine[Any, Any, Any]]
+"""Runs over a root with so many branches, and so many tokens between two forks; a path has four times as many."""
 
 
-async def samples(root: Branch, width: int) -> Any:
+def stretch(tokens: int) -> SamplingParams:
+    """Decode so many tokens."""
+    return SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+
+
+async def samples(root: Branch, width: int, tokens: int) -> Any:
     """Vote among answers: one operation."""
-    return await self_consistency(root, n=width, max_tokens=4 * TOKENS, extract="number")
+    return await self_consistency(root, n=width, max_tokens=4 * tokens, extract="number")
 
 
-async def rounds(root: Branch, width: int) -> Any:
+async def rounds(root: Branch, width: int, tokens: int) -> Any:
     """Keep a quarter of the branches after each stretch, and fork each in four."""
     branches = root.fork(width)
     for _ in range(3):
-        await generate(branches, STRETCH)
+        await generate(branches, stretch(tokens))
         kept = keep(branches, [branch.logprob for branch in branches], width // 4)
         branches = [fork for branch in kept for fork in branch.fork(4)]
-    return await generate(branches, STRETCH)
+    return await generate(branches, stretch(tokens))
 
 
-async def apart(root: Branch, width: int) -> Any:
+async def apart(root: Branch, width: int, tokens: int) -> Any:
     """Let a coroutine for each branch decode it in stretches and read its text."""
 
     async def one(branch: Branch) -> str:
         for _ in range(4):
-            await generate([branch], STRETCH)
+            await generate([branch], stretch(tokens))
         return branch.text
 
     return await gather(*(one(branch) for branch in root.fork(width)))
 
 
-async def streams(root: Branch, width: int) -> Any:
+async def streams(root: Branch, width: int, tokens: int) -> Any:
     """Let a coroutine for each branch see every token of it."""
 
     async def one(branch: Branch) -> int:
-        return len([piece async for piece in stream(branch, SamplingParams(max_tokens=4 * TOKENS, ignore_eos=True))])
+        return len([piece async for piece in stream(branch, stretch(4 * tokens))])
 
     return await gather(*(one(branch) for branch in root.fork(width)))
 
 
-async def tree_search(root: Branch, width: int) -> Any:
+async def tree_search(root: Branch, width: int, tokens: int) -> Any:
     """Search with so many thoughts a round, rated by a function in a worker thread."""
     return await monte_carlo_tree_search(
         root,
@@ -88,8 +92,8 @@ async def tree_search(root: Branch, width: int) -> Any:
         depth=4,
         width=4,
         evaluate=lambda texts: [len(set(text)) / 100 for text in texts],
-        thought_tokens=TOKENS,
-        answer_tokens=TOKENS,
+        thought_tokens=tokens,
+        answer_tokens=tokens,
         stop=(),
         conclude="",
     )
@@ -183,14 +187,16 @@ class Watch:
         return end - start if isinstance(end, float) else start.elapsed_time(end) * 1e-3
 
 
-def measure(llm: LLM, program: Program, trees: int, width: int, seed: int) -> dict[str, Any]:
+def measure(llm: LLM, program: Program, trees: int, width: int, tokens: int, seed: int) -> dict[str, Any]:
     """Run a program over so many trees at once."""
     engine = llm.engine
     with Watch(llm) as watch:
         start = perf_counter()
         requests = [
             engine.add(
-                lambda root: program(root, width), random_prompt(PROMPT_TOKENS, llm.tokenizer.vocab_size, place), seed
+                lambda root: program(root, width, tokens),
+                random_prompt(PROMPT_TOKENS, llm.tokenizer.vocab_size, place),
+                seed,
             )
             for place in range(trees)
         ]
@@ -209,6 +215,7 @@ def measure(llm: LLM, program: Program, trees: int, width: int, seed: int) -> di
         "program": program.__name__,
         "trees": trees,
         "branches_a_tree": width,
+        "tokens": tokens,
         "most_live": max(watch.live),
         "steps": steps,
         "rows_a_step": sum(watch.rows) / steps,
@@ -227,20 +234,22 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--live", type=int, default=256)
     parser.add_argument("--trees", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=8, help="decoded between two forks")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, the last of which counts")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     subject = Subject(model=options.model, device=options.device)
     loaded = subject.load()
-    slots = options.trees * PROMPT_TOKENS + 8 * options.live * (4 * TOKENS + subject.page_size)
+    slots = options.trees * PROMPT_TOKENS + 8 * options.live * (4 * options.tokens + subject.page_size)
     llm = subject.engine(loaded, "auto", options.live, num_kv_slots=slots, enable_prefix_caching=False)
+    gc.freeze()  # as a long-lived process does: the collector need not look through all modules again and again
     results = []
     for name in options.programs:
-        measure(llm, PROGRAMS[name], 1, 4, 0)  # warm
+        measure(llm, PROGRAMS[name], 1, 4, options.tokens, 0)  # warm
         for trees in (1, options.trees):
             for seed in range(1, options.repeats + 1):
-                result = measure(llm, PROGRAMS[name], trees, max(4, options.live // trees), seed)
+                result = measure(llm, PROGRAMS[name], trees, max(4, options.live // trees), options.tokens, seed)
             results.append(result)
     plain = {result["trees"]: result["wall_ms_a_step"] for result in results if result["program"] == "samples"}
     for result in results:

@@ -219,7 +219,7 @@ def test_a_recording_is_sent_to_vllm(recording, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", program_overhead.PROGRAMS)
 def test_what_programs_take_is_told_from_steps(name, looks_ahead):
     llm = tiny_llm(looks_ahead=looks_ahead)
-    row = program_overhead.measure(llm, program_overhead.PROGRAMS[name], 2, 8, 0)
+    row = program_overhead.measure(llm, program_overhead.PROGRAMS[name], 2, 8, 8, 0)
     idle(llm)
     assert row["most_live"] == 16 and row["rows_a_step"] > 8
     assert 0 < row["delay_ms_a_step"] <= row["program_ms_a_step"] < row["wall_ms_a_step"]
