@@ -102,8 +102,8 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        num_stacked = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = Linear(config.hidden_size, num_stacked * config.head_dim, bias=config.qkv_bias)
+        self.num_stacked = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = Linear(config.hidden_size, self.num_stacked * config.head_dim, bias=config.qkv_bias)
         self.output = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
         self.query_key_norm = config.query_key_norm
         if config.query_key_norm:
@@ -112,7 +112,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Attend with rows ``x`` ``[rows, hidden]``; gives ``[rows, hidden]``."""
-        heads = Heads(self.qkv(x).unflatten(-1, (-1, self.head_dim)), *angles)
+        heads = Heads(self.qkv(x).view(-1, self.num_stacked, self.head_dim), *angles)
         if self.query_key_norm:
             q_norm, k_norm = self.q_norm, self.k_norm
             heads = heads._replace(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, offset=q_norm.offset)

@@ -24,6 +24,9 @@ from treewise.ops.plain import ACTIVATIONS, Heads, rotate
 
 __all__ = ["ACTIVATIONS", "Heads", "gated_activation", "linear", "pack", "rms_norm", "rotate", "rotate_and_store"]
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run on a CPU too. Read once, as by Triton: it would take longer than the choice that hangs on it."""
+
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: bool = False, residual: Tensor | None = None
@@ -110,7 +113,7 @@ def rotate_and_store(
 
 
 def _implementation(x: Tensor) -> ModuleType:
-    if x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+    if x.is_cuda or INTERPRETED:
         # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
         from treewise.ops import fused
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treewise.attention import store_kv
+from treewise.attention.cpu import CPUBackend
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -49,25 +49,28 @@ def rms_norm(
     """See `treewise.ops.rms_norm`."""
     if residual is not None:
         x = residual + x
-    wide = F.rms_norm(x.float(), weight.shape, eps=eps)
+    wide = torch.rms_norm(x.float(), weight.shape, eps=eps)
     return (wide * (1.0 + weight.float())).to(x.dtype) if offset else weight * wide.to(x.dtype), x
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """See `treewise.ops.gated_activation`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def rotate(heads: Heads, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a layer's queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], ready to attend."""
-    counts = (heads.stacked.shape[1] - 2 * num_kv_heads, num_kv_heads)
-    turned, v = heads.stacked.split((sum(counts), num_kv_heads), dim=1)
+    num_turned = heads.stacked.shape[1] - num_kv_heads
+    counts = (num_turned - num_kv_heads, num_kv_heads)
+    turned, v = heads.stacked[:, :num_turned], heads.stacked[:, num_turned:]
     if heads.q_norm is not None and heads.k_norm is not None:
         norms = zip(turned.split(counts, dim=1), (heads.q_norm, heads.k_norm), strict=True)
         turned = torch.cat([rms_norm(x, weight, heads.eps, heads.offset)[0] for x, weight in norms], dim=1)
-    q, k = _turn(turned, heads).split(counts, dim=1)
-    return q, k, v
+    first, second = turned.chunk(2, dim=-1)
+    cos, sin = heads.cos[:, None], heads.sin[:, None]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned[:, : counts[0]], turned[:, counts[0] :], v
 
 
 def rotate_and_store(
@@ -75,14 +78,5 @@ def rotate_and_store(
 ) -> Tensor:
     """See `treewise.ops.rotate_and_store`."""
     q, k_new, v_new = rotate(heads, k.shape[1])
-    store_kv(k_new, v_new, k, v, slots.long(), k_scale=k_scale, v_scale=v_scale)
+    CPUBackend().store((k_new, v_new), (k, v), slots.long(), (k_scale, v_scale))
     return q
-
-
-def _turn(x: Tensor, heads: Heads) -> Tensor:
-    cos, sin = heads.cos[:, None], heads.sin[:, None]
-    pairs: Tensor = x.unflatten(-1, (2, -1))
-    turned = pairs * cos[:, :, None]
-    turned[:, :, 0] -= pairs[:, :, 1] * sin
-    turned[:, :, 1] += pairs[:, :, 0] * sin
-    return turned.flatten(-2)
