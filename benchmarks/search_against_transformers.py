@@ -20,10 +20,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from recorded_search import Call, recorded
@@ -32,6 +30,7 @@ from transformers.utils import logging
 
 from treewise import LLM
 from treewise.bench.measure import describe_machine
+from treewise.bench.shares import timed_parts
 from treewise.models.load import locate
 from treewise.search import STRATEGIES
 
@@ -85,27 +84,7 @@ def seconds(run: Callable[[], Any]) -> tuple[float, float]:
 
 def shares(run: Callable[[], Any]) -> dict[str, float]:
     """Tell which part of the time goes into matrix products and which into attention."""
-    spent = {"products": 0.0, "attention": 0.0}
-
-    def timed(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*arguments, **options)
-            spent[kind] += time.perf_counter() - start
-            return result
-
-        return call
-
-    from treewise import layers, runner
-    from treewise.models import decoder
-
-    with ExitStack() as patches:
-        for module, name, kind in (
-            (layers, "linear", "products"),
-            (decoder, "linear", "products"),
-            (runner, "run_plan", "attention"),
-        ):
-            patches.enter_context(patch.object(module, name, timed(getattr(module, name), kind)))
+    with timed_parts() as spent:
         whole, _ = seconds(run)
     return {kind: round(part / whole, 3) for kind, part in spent.items()}
 
