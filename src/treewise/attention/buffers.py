@@ -13,6 +13,9 @@ from treewise.plan import Plan
 from treewise.plan.data import upload
 from treewise.plan.devices import multiprocessors
 
+DEEPEST = 32
+"""Key tokens a row that there is room for at least: a wide search that branches less and less fits to its end."""
+
 
 class PlanBuffers:
     """Room for the plans of one captured graph, whose trees fork, grow and are pruned between replays.
@@ -22,7 +25,7 @@ class PlanBuffers:
     Parameters
     ----------
     plan : Plan
-        The sizes are those of this plan, rounded up, and it is loaded.
+        The sizes are those of this plan, rounded up, or what steps of so many rows usually want; it is loaded.
     rows : int, optional
         Queries that a run of ``buffers.plan`` takes, at least those of the plan; the results of those that a loaded
         plan does not have are 0. Default as many as the plan has.
@@ -56,21 +59,22 @@ class PlanBuffers:
         # Programs without an item wait for a multiprocessor like others: where all items run at once, none is spare.
         wave = max(1, multiprocessors(plan.device) // plan.num_kv_heads)
         waves = [-(-launch.num_items // wave) for launch in work.launches]
-        capacity = [wave * (number + number // 8) for number in waves]
+        capacity = [wave * (number + number // 4) for number in waves]
         first = [0, *accumulate(capacity)]
         launches = tuple(
             launch._replace(first=start, num_items=items)
             for launch, start, items in zip(work.launches, first, capacity, strict=False)
         )
         merged = min(rows, max(128, _round_up(len(plan.reduce_rows)) + rows - plan.num_rows))
+        tokens = max(_round_up(len(plan.kv_slots)), DEEPEST * rows)
         sizes = {
             "row_order": rows,
             "row_position": rows,
-            "kv_slots": _round_up(len(plan.kv_slots)),
-            "kv_position": _round_up(len(plan.kv_position)),
+            "kv_slots": tokens,
+            "kv_position": tokens if len(plan.kv_position) else 0,
             "reduce_rows": merged,
             "reduce_indptr": merged + 1,
-            "reduce_entries": _round_up(plan.num_entries),
+            "reduce_entries": max(_round_up(plan.num_entries), rows),
         }
         arrays: dict[str, Any] = {name: np.zeros(size, np.int32) for name, size in sizes.items()}
         arrays["items"] = np.zeros((first[-1], 8), np.int32)
