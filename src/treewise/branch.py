@@ -175,30 +175,32 @@ class Branch:
         These forks in order, perhaps without some that were pruned; see `all_children`.
     """
 
+    # What most branches begin with is the class's, as a wide search makes thousands at once.
+    tip: Node | None = None
+    num_unplanted = 0
+    num_heirs = 0
+    logprob = 0.0
+    num_forks = 0
+    num_children = 0  # of which were not pruned
+    state: str = "live"
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    hidden_tail = 0  # characters of a stop string at the end of the text
+    guided: tuple[Grammar, int] | None = None
+    score: float | None = None
+    note: Any = None
+    _key: int | None = None
+
     def __init__(self, tree: BranchTree, parent: Branch | None, start: int, ordinal: int | None) -> None:
         self.tree = tree
         self.parent = parent
         self.start = start
         self.ordinal = ordinal
-        self.tip: Node | None = None
-        self.num_unplanted = 0
-        self.num_heirs = 0
         self.tokens: list[int] = []
         self.logprobs: list[float | None] = []
         self.candidates: list[Candidates | None] = []
-        self.logprob = 0.0
         self.known_children: list[Branch] = []
-        self.num_forks = 0
-        self.num_children = 0  # of which were not pruned
-        self.state: str = "live"
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
-        self.hidden_tail = 0  # characters of a stop string at the end of the text
-        self.guided: tuple[Grammar, int] | None = None
         self.conversations: list[Conversation] = []  # as it was after each `message`
-        self.score: float | None = None
-        self.note: Any = None
-        self._key: int | None = None
         tree.alive[self] = None
 
     # ------------------------------------------------------------------ what a program does with it
@@ -470,6 +472,13 @@ class Branch:
         self.num_unplanted += len(tokens)
         self._append(tokens, logprobs, candidates)
 
+    def begin(self, tokens: list[int], logprobs: list[float | None], logprob: float) -> None:
+        """Begin with tokens that were decoded, in the forest once somebody asks for the `end`; `logprob` is the sum."""
+        self.tokens, self.logprobs, self.candidates = tokens, logprobs, [None] * len(tokens)
+        self.logprob = logprob
+        self.num_unplanted = len(tokens)
+        self.tree.num_decoded += len(tokens)
+
     def _append(
         self, tokens: Sequence[int], logprobs: Sequence[float | None], candidates: Sequence[Candidates | None]
     ) -> None:
@@ -562,7 +571,9 @@ class Branch:
         children = []
         for ordinal in ordinals:
             child = Branch(self.tree, self, at, ordinal)
-            child.tip, child.logprob, child.guided = kv.hold(tip), logprob, guided
+            child.tip, child.logprob = kv.hold(tip), logprob
+            if guided is not None:
+                child.guided = guided
             children.append(child)
         return children
 

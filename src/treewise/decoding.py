@@ -38,9 +38,10 @@ class _Track:
     place: int  # which of the operation's branches it descends from
     logprob: float  # of its path where the operation began
     limit: int  # length of the path at which it is full
-    text: Detokenizer
+    text: Detokenizer  # but for the last `num_unread` tokens
     constraint: Constraint | None
     num_decoded: int = 0  # in this operation
+    num_unread: int = 0
 
 
 class DecodeRun:
@@ -324,17 +325,16 @@ class DecodeRun:
         old = [self.tracks[leaf] for leaf in self.leaves]
         rows, ended, fallen = settle(thicket, self.leaves, self.given, type(self.controller).__name__)
         entries = np.concatenate([thicket.ended, thicket.rows])
-        lengths, bases = (column[entries] for column in (thicket.length, thicket.base))
-        texts = {base: old[base].text.fork() for base in set(bases.tolist())}
-        begun = (self._decoded - thicket.length[: len(old)]).tolist()
+        base = thicket.base[entries]
+        unread = thicket.length[entries] - thicket.length[base]
+        decoded = self._decoded[base] + unread
         for leaf in self.leaves:
             del self.tracks[leaf]
-        for branch, base, length, path in zip(
-            [*ended, *rows], bases.tolist(), lengths.tolist(), thicket.paths(entries), strict=True
+        for branch, place, new, number in zip(
+            [*ended, *rows], base.tolist(), unread.tolist(), decoded.tolist(), strict=True
         ):
-            track, text = old[base], texts[base].fork()
-            text.push_all(path)
-            self.tracks[branch] = _Track(track.place, track.logprob, track.limit, text, None, begun[base] + length)
+            track = old[place]
+            self.tracks[branch] = _Track(track.place, track.logprob, track.limit, track.text, None, number, new)
         for branch in ended:
             self._end(branch, branch.tokens[-1])
         self.finished += ended
@@ -409,7 +409,7 @@ class DecodeRun:
 
     def _events(self) -> list[Event]:
         self.settle()
-        return [Event(leaf, self.tracks[leaf].text) for leaf in self._gained]
+        return [Event(leaf, self._text(leaf)) for leaf in self._gained]
 
     def _branch(self, old: list[Branch], parents: list[int]) -> list[Branch]:
         """Return the leaf for each row: its parent if it is the only row of it, else a fork; prune who has no row."""
@@ -430,7 +430,7 @@ class DecodeRun:
         [child] = leaf.fork()
         track = self.tracks[leaf]
         constraint = None if track.constraint is None else track.constraint.fork()
-        self.tracks[child] = replace(track, text=track.text.fork(), constraint=constraint)
+        self.tracks[child] = replace(track, text=self._text(leaf).fork(), constraint=constraint, num_unread=0)
         return child
 
     def _prune(self, leaf: Branch, step: int) -> None:
@@ -448,11 +448,22 @@ class DecodeRun:
 
     def _read(self, leaf: Branch, token: int) -> None:
         """Take the new token's text and see whether the branch ends with it."""
-        self.tracks[leaf].text.push(token)
+        self._text(leaf).push(token)
         self._end(leaf, token)
 
+    def _text(self, leaf: Branch) -> Detokenizer:
+        """Return the leaf's text, with the tokens that came while it was but numbers."""
+        track = self.tracks[leaf]
+        if track.num_unread:
+            track.text, new = track.text.fork(), leaf.path_tokens[leaf.num_tokens - track.num_unread :]
+            track.num_unread = 0
+            track.text.push_all(new)
+            if leaf.finished:
+                track.text.finish()
+        return track.text
+
     def _end(self, leaf: Branch, token: int) -> None:
-        """See whether the branch ends with `token`, its last, whose text was taken."""
+        """See whether the branch ends with `token`, its last, whose text was taken or has no stop strings."""
         track, stopping = self.tracks[leaf], self.stopping
         text = track.text
         if text.stopped is not None:
@@ -465,7 +476,7 @@ class DecodeRun:
             leaf.finish_reason = "stop"
         elif leaf.num_tokens >= track.limit:
             leaf.finish_reason = "length"
-        if leaf.finish_reason is not None:
+        if leaf.finish_reason is not None and not track.num_unread:
             text.finish()
             if text.stopped is not None:
                 own = leaf.path_tokens[leaf.num_tokens - track.num_decoded :]
@@ -533,7 +544,7 @@ class DecodeRun:
             num_tokens=track.num_decoded,
             key=leaf.key,
             room=track.limit - leaf.num_tokens,
-            detokenizer=track.text,
+            detokenizer=self._text(leaf),
             constraint=track.constraint,
         )
 

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from treewise.branch import Branch
 from treewise.kv import OutOfSlots
 from treewise.thicket import Lines, Thicket
-from treewise.tree import Node
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 MOST_ADOPTED = 4096
 """Tokens whose keys are moved to where nodes keep theirs; others are computed again, should anybody go on from them."""
+NODE = 16
+"""As many tokens as these count for each node, which takes longer than its tokens."""
 
 
 def uncollected(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -67,9 +68,10 @@ class _Chain(NamedTuple):
     rank: int  # which fork of that
     forks: int
     died: int  # since which step, 0 for living ones
+    total: float  # log-prob of the path
     keys: int  # how many of the tokens, from the first, have slots
     tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[float | None]
     entries: slice  # of all chains' entries
 
 
@@ -92,9 +94,9 @@ def settle(thicket: Thicket, leaves: Sequence[Branch], given: Collection[Branch]
     number, tree = len(leaves), leaves[0].tree
     living = np.zeros(thicket.size, bool)
     living[:number] = living[lines.line[thicket.standing]] = True
-    entries, chains = _chains(thicket, lines, living)
+    before = np.array([leaf.logprob for leaf in leaves])
+    entries, chains = _chains(thicket, lines, living, before)
     adoption = _Adoption(thicket, entries)
-    before = [leaf.logprob for leaf in leaves]
 
     begun: defaultdict[int, list[_Chain]] = defaultdict(list)  # the lines that begin where a line ends
     for chain in chains[number:]:
@@ -103,13 +105,17 @@ def settle(thicket: Thicket, leaves: Sequence[Branch], given: Collection[Branch]
     first_forks: dict[int, int] = {}
     fallen: dict[Branch, int] = {}
     for chain in chains:
-        branch = branches[chain.start]
-        branch.note_down(chain.tokens, chain.logprobs, [None] * len(chain.tokens))
+        if chain.start < number:
+            branch = leaves[chain.start]
+            branch.note_down(chain.tokens, chain.logprobs, [None] * len(chain.tokens))
+        else:
+            branch = branches[chain.start]
+            branch.begin(chain.tokens, chain.logprobs, chain.total)
         if chain.keys:
-            adoption.take(branch.end(), chain)
+            adoption.take(branch, chain)
         if chain.forks:
             first = first_forks[chain.start] = branch.num_forks
-            below = begun.get(chain.start, [])
+            below = begun[chain.start]
             ordinals = [first + fork.rank for fork in below]
             forked = branch.branch_off(branch.num_tokens, ordinals, chain.forks, branch.end())
             branches.update(zip([fork.start for fork in below], forked, strict=True))
@@ -123,8 +129,13 @@ def settle(thicket: Thicket, leaves: Sequence[Branch], given: Collection[Branch]
     return Settled(rows, ended, fallen)
 
 
-def _chains(thicket: Thicket, lines: Lines, starts: NDArray[np.bool_]) -> tuple[NDArray[np.int64], list[_Chain]]:
-    """Return the entries of the lines that begin with `starts`, line by line, and the lines, parents first."""
+def _chains(
+    thicket: Thicket, lines: Lines, starts: NDArray[np.bool_], before: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], list[_Chain]]:
+    """Return the entries of the lines that begin with `starts`, line by line, and the lines, parents first.
+
+    `before` are the log-probs of the leaves when the thicket began.
+    """
     number = len(thicket.bases)
     entries = np.flatnonzero(starts[lines.line[number:]]) + number
     entries = entries[np.argsort(lines.line[entries], kind="stable")]
@@ -134,10 +145,10 @@ def _chains(thicket: Thicket, lines: Lines, starts: NDArray[np.bool_]) -> tuple[
     last = begins.copy()
     last[sizes > 0] = entries[bounds[1:][sizes > 0] - 1]
     slots_before = np.concatenate([[0], np.cumsum(thicket.slot[entries] >= 0)])
-    parent = thicket.parent[begins]
+    parent, base = thicket.parent[begins], thicket.base[begins]
     columns = (
         begins, last, np.where(parent < 0, -1, lines.line[parent]), lines.rank[begins], lines.children[last],
-        thicket.died[last], np.diff(slots_before[bounds]),
+        thicket.died[last], before[base] + (thicket.total[last] - thicket.total[base]), np.diff(slots_before[bounds]),
     )  # fmt: skip
     own = list(map(slice, bounds[:-1].tolist(), bounds[1:].tolist()))
     own_values = (map(column[entries].tolist().__getitem__, own) for column in (thicket.token, thicket.logprob))
@@ -152,7 +163,7 @@ def _unfold(
     living: NDArray[np.bool_],
     branches: dict[int, Branch],
     first_forks: Mapping[int, int],
-    before: Sequence[float],
+    before: NDArray[np.float64],
     where: str,
 ) -> None:
     """Make the branches that were pruned.
@@ -166,20 +177,20 @@ def _unfold(
         Those of the living by the entries with which their lines begin.
     first_forks : mapping
         Likewise, the ordinal of the first fork.
-    before : sequence of float
+    before : float64 [bases]
         The log-probs of the leaves when the thicket began.
     where : str
     """
-    _, chains = _chains(thicket, lines, ~living & (lines.line == np.arange(thicket.size)))
+    _, chains = _chains(thicket, lines, ~living & (lines.line == np.arange(thicket.size)), before)
     touched: dict[Branch, None] = {}
     for chain in chains:
         above = int(thicket.parent[chain.start])
-        parent, base = branches[chain.above], int(thicket.base[above])
+        parent = branches[chain.above]
         ordinal = first_forks.get(chain.above, 0) + chain.rank
         branch = branches[chain.start] = Branch(parent.tree, parent, int(thicket.length[above]), ordinal)
-        branch.tokens, branch.logprobs = chain.tokens, [*chain.logprobs]
+        branch.tokens, branch.logprobs = chain.tokens, chain.logprobs
         branch.candidates = [None] * len(chain.tokens)
-        branch.logprob = before[base] + float(thicket.total[chain.last] - thicket.total[base])
+        branch.logprob = chain.total
         branch.num_forks = chain.forks
         branch.state = f"pruned at {where} step {chain.died}"
         del branch.tree.alive[branch]
@@ -197,13 +208,16 @@ class _Adoption:
         self._keys = thicket.give_back(entries)
         self._left = MOST_ADOPTED
 
-    def take(self, node: Node, chain: _Chain) -> None:
-        """Take the keys of `chain`, whose tokens are the last of `node`."""
+    def take(self, branch: Branch, chain: _Chain) -> None:
+        """Take the keys of `chain`, whose tokens are the last of `branch`."""
+        if chain.keys + NODE > self._left:
+            return
+        node = branch.end()
         begins = node.computed == len(node.tokens) - len(chain.tokens)
         follows = node.parent is None or node.parent.computed == len(node.parent.tokens)
-        if begins and follows and chain.keys <= self._left:
+        if begins and follows:
             try:
                 self._kv.adopt(node, self._keys[chain.entries][: chain.keys])
-                self._left -= chain.keys
+                self._left -= chain.keys + NODE
             except OutOfSlots:
                 self._left = 0

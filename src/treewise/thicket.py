@@ -202,24 +202,20 @@ class Thicket:
         inside = above >= number
         above_node = -1 - above
         above_node[inside] = node[place[above[inside]]]
-        order = np.argsort(
-            node.astype(np.uint16) if len(above) < 2**16 else node, kind="stable"
-        )  # by digits, if so few
+        order = _stable_order(node)
         slots = self.slot[entries[order]]
         return Shape(above_node, np.bincount(node), slots, node[place[rows]])
 
     def lines(self) -> Lines:
         """Tell which entries are of one branch."""
         number, size = len(self.bases), self.size
-        above = self.parent[number:size]
-        children = np.bincount(above, minlength=size)
-        order = np.argsort(above, kind="stable")
-        sorted_above = above[order]
-        rank = np.zeros(size, np.int64)
-        rank[number:][order] = np.arange(len(above)) - np.searchsorted(sorted_above, sorted_above)
-        line = np.arange(size)
-        for start, stop in zip(self._starts, [*self._starts[1:], size], strict=True):
+        children = np.bincount(self.parent[number:size], minlength=size)
+        line, rank = np.arange(size), np.zeros(size, np.int64)
+        for start, stop in zip(self._starts, [*self._starts[1:], size], strict=True):  # all children of an entry
             parent = self.parent[start:stop]
+            order = _stable_order(parent - parent.min(initial=size))
+            sorted_parent = parent[order]
+            rank[start:stop][order] = np.arange(len(parent)) - np.searchsorted(sorted_parent, sorted_parent)
             goes_on = children[parent] == 1
             line[start:stop][goes_on] = line[parent[goes_on]]
         return Lines(line, rank, children)
@@ -261,3 +257,8 @@ class Thicket:
                 grown = np.zeros(2 * size, column.dtype)
                 grown[: len(column)] = column
                 setattr(self, name, grown)
+
+
+def _stable_order(keys: Ints) -> Ints:
+    """Order small numbers, equal ones as they come; by digits, if 16 bits hold them."""
+    return np.argsort(keys.astype(np.uint16) if keys.max(initial=0) < 2**16 else keys, kind="stable")
