@@ -16,7 +16,6 @@ from treewise.plan.data import FREE_END, KV_END, KV_START, ROW_HIGH, ROW_LOW
 from treewise.plan.devices import capability, multiprocessors
 from treewise.plan.layout import ranges
 from treewise.plan.partition import BOUNDS, SHORT
-from treewise.plan.spec import Ints
 
 LOG2_E = kernels.LOG2_E.value
 
@@ -230,13 +229,12 @@ def _launches(plan: Plan, row_bytes: int) -> tuple[Launch, ...]:
     length = plan.items[:, KV_END] - plan.items[:, KV_START]
     free = plan.items[:, FREE_END] - plan.items[:, KV_START]
     starts = np.flatnonzero(np.diff(np.searchsorted(plan.kernel_bounds, packed), prepend=-1)).tolist()
-    runs = _runs(plan)
     launches = []
     for first, end in pairwise([*starts, len(packed)]):
         width = max(16, power_of_2(int(packed[first:end].max())))
         masked = bool((free[first:end] < length[first:end]).any())
         warps = 8 if width > 64 or plan.head_dim > 128 else 4
-        run = int(runs[first:end].min()) if width <= 32 else 1  # wider ones have better use for their registers
+        run = _run(plan, first, end) if width <= 32 else 1  # wider ones have better use for their registers
         launch = Launch(first, end - first, width, masked, tokens, stages, warps, run=run if run >= 16 else 1)
         at_once = launch.num_items * plan.num_kv_heads <= 3 * multiprocessors(plan.device)
         if not large and 16 < width <= 64 and length[first] <= SHORT and at_once:
@@ -253,17 +251,15 @@ def _launches(plan: Plan, row_bytes: int) -> tuple[Launch, ...]:
     return tuple(launches)
 
 
-def _runs(plan: Plan) -> Ints:
-    """Longest run, a power of two up to 64, in which each item's slots are consecutive from its start on."""
-    start, end = plan.items[:, KV_START], plan.items[:, KV_END]
-    longest = np.full(len(start), 64)
+def _run(plan: Plan, first: int, last: int) -> int:
+    """Longest run, a power of two up to 64, in which the slots of some items are consecutive from their starts on."""
+    start, end = plan.items[first:last, KV_START], plan.items[first:last, KV_END]
     breaks = np.flatnonzero(np.diff(plan.kv_slots) != 1) + 1
     if len(breaks) * 16 > len(plan.kv_slots):
-        return np.ones_like(longest)
+        return 1
     low, high = np.searchsorted(breaks, start + 1), np.searchsorted(breaks, end)
     offset = breaks[ranges(low, high)] - np.repeat(start, high - low)
-    np.minimum.at(longest, np.repeat(np.arange(len(start)), high - low), offset & -offset)
-    return longest
+    return int((offset & -offset).min(initial=64))
 
 
 def _unfused(

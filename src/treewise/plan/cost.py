@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -67,6 +68,13 @@ class Work(NamedTuple):
     pieces: Ints
     kv_tokens: int  # key tokens of the tree
     bounds: tuple[int, ...] = BOUNDS  # of packed rows, see `treewise.plan.partition.Partition`
+
+
+class Candidate(NamedTuple):
+    """What a method would have to do, which takes its time to tell in full."""
+
+    items: int  # at least
+    work: Callable[[], Work]
 
 
 def work_of_items(items: Ints, kv_tokens: int, bounds: tuple[int, ...]) -> Work:
@@ -218,15 +226,28 @@ class Costs:
         features = FEATURES[self.kind](work, layer)
         return sum(self.microseconds[name] * amount for name, amount in features.items())
 
+    def least(self, items: int, layer: Layer) -> float:
+        """Return what work of so many items is predicted to take at least, whatever they are."""
+        if self.kind == "cpu":
+            return 0.0
+        an_item = min(value for name, value in self.microseconds.items() if name.startswith("item_"))
+        return an_item * items * layer.num_kv_heads / multiprocessors(layer.device)
 
-def choose(works: Mapping[str, Work], layer: Layer) -> tuple[str, str]:
+
+def choose(candidates: Mapping[str, Candidate], layer: Layer) -> tuple[str, str]:
     """Choose the method whose work is predicted to take least time, see `pick`, and say why."""
     costs, source = costs_for(layer.device)
-    times = {method: costs.predict(work, layer) for method, work in works.items()}
+    times: dict[str, float] = {}
+    told: list[str] = []
+    for method, (items, work) in candidates.items():
+        least = costs.least(items, layer)
+        hopeless = least > next(iter(times.values()), math.inf)
+        times[method] = least if hopeless else costs.predict(work(), layer)
+        told.append(f"{method} {'over ' * hopeless}{times[method]:.1f} us")
     margin = MARGIN[layer.device.type]
-    method, told = pick(times, margin), ", ".join(f"{method} {time:.1f} us" for method, time in times.items())
+    method = pick(times, margin)
     rule = f"the first unless another needs {margin:.0%} less"
-    return method, f"{method}: predicted {told} ({rule}), from times measured on {source}"
+    return method, f"{method}: predicted {', '.join(told)} ({rule}), from times measured on {source}"
 
 
 def pick(times: Mapping[str, float], margin: float) -> str:

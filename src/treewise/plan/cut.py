@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treewise.plan import partition
-from treewise.plan.cost import Layer, choose, work_by_node, work_by_query, work_of_items
+from treewise.plan.cost import Candidate, Layer, choose, work_by_node, work_by_query, work_of_items
 from treewise.plan.layout import Layout
 from treewise.plan.partition import Partition
 
@@ -40,16 +40,24 @@ def cut(method: str, task: Task, mask: str) -> Result:
         made, why = _cut(method, task), "asked for by name"
         return Result(partition.with_keys(made, task.window), method, why, _most_rows(method, task))
     layout, blocks = task.layout, _cut("deft:flatten", task)
-    works = {
-        "deft:flatten": work_of_items(blocks.items, len(layout.kv_slots), blocks.bounds),
-        "deft:node_chunk": work_by_node(layout, *_rows_and_chunk("deft:node_chunk", task)),
+    candidates = {
+        "deft:flatten": Candidate(
+            len(blocks.items), lambda: work_of_items(blocks.items, len(layout.kv_slots), blocks.bounds)
+        ),
+        "deft:node_chunk": Candidate(
+            len(layout.node_start), lambda: work_by_node(layout, *_rows_and_chunk("deft:node_chunk", task))
+        ),
     }
     if mask == "intervals":  # words are for deft:* methods
-        plain = {"radix": work_by_query(layout, task.window, *_rows_and_chunk("radix", task))}
         sequence = np.cumsum(layout.row_starts)
+        plain = {
+            "radix": Candidate(
+                int(sequence[-1]), lambda: work_by_query(layout, task.window, *_rows_and_chunk("radix", task))
+            )
+        }
         shared = (sequence[layout.node_low] < sequence[layout.node_high - 1]).any()
-        works = works | plain if shared else plain | works
-    method, why = choose(works, task.layer)
+        candidates = candidates | plain if shared else plain | candidates
+    method, why = choose(candidates, task.layer)
     made = blocks if method == "deft:flatten" else _cut(method, task)
     return Result(partition.with_keys(made, task.window), method, why, _most_rows(method, task))
 
