@@ -16,7 +16,7 @@ from torch import Tensor
 from treewise.config import BeamSearchParams, SamplingParams
 from treewise.constraint import Constraint
 from treewise.replay import Schedule, Span
-from treewise.sampler import SamplingRow, sample, top_sums
+from treewise.sampler import Distributions, SamplingRow, sample
 from treewise.text import Detokenizer
 
 Numbers = TypeVar("Numbers", float, NDArray[np.float64])
@@ -237,6 +237,26 @@ class Drawing:
         return True
 
 
+class Ranking:
+    """A controller that looks for the likeliest tokens of all leaves: of thousands, nobody writes all log-probs down.
+
+    The engine calls `rank` in place of `step`, unless a subclass has a `step` of its own.
+    """
+
+    @property
+    def ranks(self) -> bool:
+        """Whether `step` does nothing but `rank`."""
+        return type(self).step is Ranking.step
+
+    def rank(self, tree: TreeView, distributions: Distributions) -> Rows | None:
+        """Do what `Controller.step` does, with the leaves' distributions in place of all their log-probabilities."""
+        raise NotImplementedError
+
+    def step(self, tree: TreeView, logprobs: Tensor) -> Rows | None:
+        """See `Controller.step`."""
+        return self.rank(tree, Distributions.of(logprobs))
+
+
 class Sample(Drawing):
     """Continue every leaf with one token drawn as `params` says."""
 
@@ -315,7 +335,7 @@ class Selection(NamedTuple):
     rows: Hypotheses
 
 
-class BeamSearch:
+class BeamSearch(Ranking):
     """Beam search with Transformers' rules, hence its tokens and scores.
 
     Of the best candidates (twice the width, or more where several tokens end a text), the best ones that go on are the
@@ -349,27 +369,29 @@ class BeamSearch:
         penalised: Numbers = logprob / np.maximum(num_tokens, 1.0) ** self.params.length_penalty
         return penalised
 
-    def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
+    def rank(self, tree: TreeView, distributions: Distributions) -> Rows:
         """Choose the next beams, and the hypotheses that end with this token and are among the best."""
-        rows = self.select(tree, logprobs).rows
+        rows = self.select(tree, distributions).rows
         return Rows(rows.parent, rows.token)
 
-    def select(self, tree: TreeView, logprobs: Tensor) -> Selection:
-        """Choose what `step` returns as rows, and tell the beams apart; the arguments are those of `step`."""
+    def select(self, tree: TreeView, distributions: Distributions) -> Selection:
+        """Choose what `rank` returns as rows, and tell the beams apart; the arguments are those of `rank`."""
         leaves, finished = cast(Leaves, tree.leaves), cast(Leaves, tree.finished)
         width = self.params.beam_width
         end_token_ids = self.stopping.end_token_ids(tree.eos_token_ids)
         if self.stopping.grammar is None and (leaves.num_tokens < self.params.min_tokens).any():
             short = np.flatnonzero(leaves.num_tokens < self.params.min_tokens)
-            logprobs = logprobs.clone()
+            logprobs = distributions.logprobs
             logprobs[short[:, None], sorted(end_token_ids)] = -math.inf
-        offsets = torch.from_numpy(self._offsets(tree)).to(logprobs.device)
-        count = min(max(2, 1 + len(end_token_ids)) * width, logprobs.numel())
-        values, places = top_sums(logprobs, offsets, count)
+            distributions = Distributions.of(logprobs)
+        table = distributions.table
+        offsets = torch.from_numpy(self._offsets(tree)).to(table.device)
+        count = min(max(2, 1 + len(end_token_ids)) * width, table.numel())
+        values, places = distributions.top_sums(offsets, count)
         total = values.cpu().numpy().astype(np.float64)
         possible = total > -math.inf
         total = total[possible]
-        parent, token = np.divmod(places.cpu().numpy()[possible], logprobs.shape[1])
+        parent, token = np.divmod(places.cpu().numpy()[possible], table.shape[1])
         found = Hypotheses(parent, token, total, self.score(total, leaves.num_tokens[parent] + 1))
 
         ends = self._ends(tree, found, end_token_ids)

@@ -17,10 +17,11 @@ from treewise.branch import Branch, depth_first
 from treewise.choices import Choice, Choices, choose
 from treewise.config import SamplingParams
 from treewise.constraint import Constraint
-from treewise.controller import Drawing, Leaf, Leaves, TreeView
+from treewise.controller import Drawing, Leaf, Leaves, Ranking, TreeView
+from treewise.distributions import distributions
 from treewise.kv import OutOfSlots
 from treewise.operations import Event, Gain, InvalidLogits, Limits, Run, check_own, gather_rows
-from treewise.sampler import Candidates, SamplingRow, grammar_biases, invalid_rows, log_probs, ranked
+from treewise.sampler import Candidates, Distributions, SamplingRow, grammar_biases, log_probs, ranked
 from treewise.scheduler import Lane
 from treewise.settling import settle, uncollected
 from treewise.tasks import Task
@@ -61,7 +62,8 @@ class DecodeRun:
     def __init__(self, task: Task, operation: Decode, limits: Limits) -> None:
         check_own(task, operation.branches)
         self.task = task
-        self.controller = operation.controller
+        self.controller = controller = operation.controller
+        self._ranking = controller if isinstance(controller, Ranking) and controller.ranks else None
         self.stopping = operation.controller.stopping
         self.limits = limits
         self.tracks: dict[Branch, _Track] = {}  # of all leaves
@@ -266,32 +268,34 @@ class DecodeRun:
             logits = gather_rows([self._logits[leaf] for leaf in served])
         else:
             logits = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
-        if invalid_rows(logits).any():
+        found = distributions(logits) if self._ranking else Distributions.of(log_probs(logits))
+        if found.invalid_rows().any():
             raise InvalidLogits
-        logprobs = log_probs(logits)
-        bias = self._grammar_bias(logits.device)
+        seen, bias = found, self._grammar_bias(logits.device)
+        if bias is not None:
+            logits, seen = logits + bias, Distributions.of(found.logprobs + bias)
         leaves, finished = self._leaves()
         view = TreeView(
             leaves=leaves,
-            logits=logits if bias is None else logits + bias,
+            logits=logits,
             depth=self.depth,
             finished=finished,
             eos_token_ids=self.limits.eos_token_ids,
         )
-        rows = self.controller.step(view, logprobs if bias is None else logprobs + bias)
+        rows = self._ranking.rank(view, seen) if self._ranking else self.controller.step(view, seen.table)
         if rows is None:
             self.stopped = True
             return self._gain(0)
         try:
-            parents, tokens = rows.arrays(*logprobs.shape)
+            parents, tokens = rows.arrays(*logits.shape)
         except ValueError as error:
             raise ValueError(f"{type(self.controller).__name__}: {error}") from None
-        chosen = logprobs[torch.from_numpy(parents), torch.from_numpy(tokens)]
+        chosen = found.at(torch.from_numpy(parents), torch.from_numpy(tokens))
         stopping = self.stopping
         reads = bool(stopping.stop) or stopping.grammar is not None or stopping.logprobs is not None
         if reads or leaves.seen or finished.seen or not (self._thicket or self._plant(len(parents))):
             self.settle()
-            return self._commit(self._served(), parents.tolist(), tokens.tolist(), chosen.tolist(), logprobs)
+            return self._commit(self._served(), parents.tolist(), tokens.tolist(), chosen.tolist(), found)
         return self._add(parents, tokens, chosen.double().cpu().numpy())
 
     def _grammar_bias(self, device: torch.device) -> Tensor | None:
@@ -357,13 +361,13 @@ class DecodeRun:
         parents: list[int],
         tokens: list[int],
         chosen: list[float],
-        logprobs: Tensor | None,
+        found: Distributions,
     ) -> Gain:
         """Extend, branch and prune the leaves `old` as the rows say; `chosen` are the tokens' log-probs."""
         self.depth += 1
         candidates: Sequence[Candidates | None] = [None] * len(tokens)
-        if logprobs is not None and self.stopping.logprobs is not None and tokens:
-            candidates = ranked(logprobs[parents], tokens, self.stopping.logprobs)
+        if self.stopping.logprobs is not None and tokens:
+            candidates = ranked(found.logprobs[parents], tokens, self.stopping.logprobs)
         self.leaves = []
         for leaf, token, logprob, best in zip(self._branch(old, parents), tokens, chosen, candidates, strict=True):
             self._accept(leaf, token)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ Candidates = dict[int, tuple[float, int]]
 _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
 CHUNK = 128
-"""Columns of a row that `top_sums` looks at together."""
+"""Columns of a row that `Distributions` look at together."""
 _CACHED_LOGITS = 1 << 18  # 1 MiB of float32
 
 
@@ -363,32 +364,74 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
     return tokens
 
 
-def top_sums(table: Tensor, offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest of ``table + offsets[:, None]``, the largest first, without writing all the sums down.
+@dataclass(frozen=True)
+class Distributions:
+    """What rows believe of their next tokens, ready for the question which of many rows' tokens are the likeliest.
 
-    They stand in the chunks of rows whose own largest are the largest, one chunk for each that is wanted at most.
+    Nobody writes down all log-probabilities for that: that of token ``t`` in row ``r`` is
+    ``table[r, t] - tops[r] - totals[r]``, from the left to the right, as in a log-softmax.
 
-    Parameters
+    Attributes
     ----------
-    table : Tensor [rows, columns] float32
-    offsets : Tensor [rows] float32
-    count : int
-        How many, at most all.
-
-    Returns
-    -------
-    values : Tensor [count] float32
-    places : Tensor [count] int64
-        Where they stand, row times columns plus column; means nothing where the value is ``-inf``.
+    table : Tensor [rows, vocab] float32
+        Logits, or log-probabilities.
+    tops, totals : Tensor [rows] float32
+        Of logits, the largest of each row, and the natural logarithm of the sum of exponentials of what they are less
+        than that. 0 for log-probabilities.
+    peaks : Tensor [rows, chunks] float32
+        The largest of each `CHUNK` columns of `table`, the last of them perhaps fewer.
     """
-    columns = table.shape[1]
-    whole = columns // CHUNK * CHUNK
-    tops = table[:, :whole].unflatten(1, (whole // CHUNK, CHUNK)).amax(-1)
-    if whole < columns:
-        tops = torch.cat([tops, table[:, whole:].amax(-1, keepdim=True)], dim=1)
-    chunks = (tops + offsets[:, None]).flatten().topk(min(count, tops.numel())).indices
-    row, chunk = chunks // tops.shape[1], chunks % tops.shape[1]
-    column = chunk[:, None] * CHUNK + torch.arange(CHUNK, device=table.device)
-    values = table[row[:, None], column.clamp(max=columns - 1)] + offsets[row][:, None]
-    best = values.masked_fill_(column >= columns, -math.inf).flatten().topk(count)
-    return best.values, (row[:, None] * columns + column).flatten()[best.indices]
+
+    table: Tensor
+    tops: Tensor
+    totals: Tensor
+    peaks: Tensor
+
+    @classmethod
+    def of(cls, logprobs: Tensor) -> Self:
+        """Return the distributions of log-probabilities [rows, vocab]."""
+        whole = logprobs.shape[1] // CHUNK * CHUNK
+        peaks = logprobs[:, :whole].unflatten(1, (whole // CHUNK, CHUNK)).amax(-1)
+        if whole < logprobs.shape[1]:
+            peaks = torch.cat([peaks, logprobs[:, whole:].amax(-1, keepdim=True)], dim=1)
+        nothing = torch.zeros_like(peaks[:, 0])
+        return cls(logprobs, nothing, nothing, peaks)
+
+    @property
+    def logprobs(self) -> Tensor:
+        """All log-probabilities [rows, vocab]."""
+        return (self.table - self.tops[:, None]).sub_(self.totals[:, None])
+
+    def invalid_rows(self) -> Tensor:
+        """Tell the rows [rows] (bool) whose logits were no distribution; see `invalid_rows`."""
+        return ~(self.peaks.amax(-1) - self.tops - self.totals).isfinite()
+
+    def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities of single tokens, one of each of `rows`."""
+        return (self.table[rows, tokens] - self.tops[rows]).sub_(self.totals[rows])
+
+    def top_sums(self, offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the largest of ``logprobs + offsets[:, None]``, the largest first.
+
+        They stand in the chunks of rows whose own largest are the largest, one chunk for each that is wanted at most.
+
+        Parameters
+        ----------
+        offsets : Tensor [rows] float32
+        count : int
+            How many, at most all.
+
+        Returns
+        -------
+        values : Tensor [count] float32
+        places : Tensor [count] int64
+            Where they stand, row times columns plus column; means nothing where the value is ``-inf``.
+        """
+        columns, chunks = self.table.shape[1], self.peaks.shape[1]
+        sums = (self.peaks - self.tops[:, None]).sub_(self.totals[:, None]).add_(offsets[:, None])
+        best = sums.flatten().topk(min(count, sums.numel())).indices
+        row, chunk = best // chunks, best % chunks
+        column = chunk[:, None] * CHUNK + torch.arange(CHUNK, device=sums.device)
+        values = self.at(row[:, None], column.clamp(max=columns - 1)).add_(offsets[row][:, None])
+        tops = values.masked_fill_(column >= columns, -math.inf).flatten().topk(count)
+        return tops.values, (row[:, None] * columns + column).flatten()[tops.indices]

@@ -7,7 +7,9 @@ import itertools
 import pytest
 import torch
 from language_model import Letters, grow, random_model
+from tiny import tiny_llm
 
+from treewise import decode
 from treewise.config import BeamSearchParams
 from treewise.controller import BeamSearch, Leaf, TreeView
 
@@ -165,3 +167,29 @@ def test_scores():
     assert BeamSearch(BeamSearchParams(2)).score(-3.0, 3) == -1.0
     assert BeamSearch(BeamSearchParams(2, length_penalty=-2.0)).score(-3.0, 2) == -12.0
     assert BeamSearch(BeamSearchParams(2)).score(0.0, 0) == 0.0  # there was no room for a token
+
+
+class Wary(BeamSearch):
+    """A beam search that keeps out a token."""
+
+    def step(self, tree, logprobs):
+        assert torch.allclose(logprobs.exp().sum(dim=-1), torch.ones(len(tree.leaves)))
+        logprobs = logprobs.clone()
+        logprobs[:, 120] = -torch.inf
+        return super().step(tree, logprobs)
+
+
+def test_a_step_of_ones_own_gets_all_log_probs():
+    params = BeamSearchParams(4, max_tokens=5)
+    assert BeamSearch(params).ranks and not Wary(params).ranks
+
+    def found(controller):
+        async def program(root):
+            return [leaf.token_ids for leaf in await decode([root], controller)]
+
+        [output] = tiny_llm().run(program, [[7, 8, 9]])
+        return output.value
+
+    plain, wary = found(BeamSearch(params)), found(Wary(params))
+    assert any(120 in tokens for tokens in plain)
+    assert not any(120 in tokens for tokens in wary)

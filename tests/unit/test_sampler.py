@@ -10,7 +10,7 @@ import torch
 
 from treewise.choices import choose
 from treewise.config import SamplingParams
-from treewise.sampler import SamplingRow, invalid_rows, log_probs, row_key, sample, top_log_probs, top_sums
+from treewise.sampler import Distributions, SamplingRow, invalid_rows, log_probs, row_key, sample, top_log_probs
 from treewise.search import self_certainty
 
 NEVER = -math.inf
@@ -262,11 +262,27 @@ def test_top_sums_are_the_largest_of_all(rows, columns):
     offsets[rows // 2] = -math.inf if rows > 1 else 0.0
     sums = (table + offsets[:, None]).flatten()
     for count in sorted({1, min(7, rows * columns), rows * columns // 3 + 1, rows * columns}):
-        values, places = top_sums(table, offsets, count)
+        values, places = Distributions.of(table).top_sums(offsets, count)
         assert values.tolist() == sums.topk(count).values.tolist()
         known = values > -math.inf
         assert sums[places[known]].tolist() == values[known].tolist()
         assert len(set(places[known].tolist())) == int(known.sum())
+
+
+def test_the_likeliest_tokens_of_logits_are_those_of_their_log_probs():
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0)) * 3 + 9
+    tops = logits.amax(dim=-1)
+    totals = (logits - tops[:, None]).exp().sum(dim=-1).log()
+    written = Distributions.of(log_probs(logits))
+    found = Distributions(logits, tops, totals, Distributions.of(logits).peaks)
+    torch.testing.assert_close(found.logprobs, written.table)
+    torch.testing.assert_close(found.at(torch.arange(6), torch.arange(6)), written.at(torch.arange(6), torch.arange(6)))
+    offsets = torch.linspace(-2, 0, 6)
+    values, places = found.top_sums(offsets, 40)
+    expected, expected_places = written.top_sums(offsets, 40)
+    torch.testing.assert_close(values, expected)
+    assert places.tolist() == expected_places.tolist()
+    assert not found.invalid_rows().any() and not written.invalid_rows().any()
 
 
 def test_only_rows_that_cannot_be_sampled_are_invalid():
@@ -276,6 +292,7 @@ def test_only_rows_that_cannot_be_sampled_are_invalid():
     logits[2] = NEVER
     logits[3, 0] = math.inf
     assert invalid_rows(logits).tolist() == [False, True, True, True, False]
+    assert Distributions.of(log_probs(logits)).invalid_rows().tolist() == [False, True, True, True, False]
     rows = [SamplingRow(SamplingParams(top_p=0.9, top_k=3), row_key(0, (i,)), 0) for i in range(5)]
     tokens = sample(logits, rows)  # a broken row neither raises nor spoils the others
     assert ((tokens >= 0) & (tokens < 9)).all()

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from treewise.config import BeamSearchParams
-from treewise.controller import BeamSearch, Leaf, Rows, TreeView
+from treewise.controller import BeamSearch, Leaf, Ranking, Rows, TreeView
+from treewise.sampler import Distributions
 
 
-class DiverseBeamSearch:
+class DiverseBeamSearch(Ranking):
     """Diverse beam search: groups of beams, each a `BeamSearch` that avoids the tokens of the groups before it.
 
     Vijayakumar et al., "Diverse Beam Search: Decoding Diverse Solutions from Neural Sequence Models", 2016, with the
@@ -77,10 +78,11 @@ class DiverseBeamSearch:
                 places.append(place)
         return places
 
-    def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
+    def rank(self, tree: TreeView, distributions: Distributions) -> Rows:
         """Choose the rows of each group, in the groups' order."""
         if len(self.starts) == 1:
-            return self.search.step(tree, logprobs)
+            return self.search.rank(tree, distributions)
+        logprobs = distributions.logprobs
         groups = [self._group(leaf.path) for leaf in tree.leaves]
         finished = [(self._group(leaf.path), leaf) for leaf in tree.finished]
         rows: list[tuple[int, int]] = []
@@ -97,7 +99,7 @@ class DiverseBeamSearch:
                 tree.eos_token_ids,
             )
             mine = logprobs if len(places) == len(groups) else logprobs[places]  # wide beams are not copied
-            selection = self.search.select(view, mine if penalties is None else mine - penalties)
+            selection = self.search.select(view, Distributions.of(mine if penalties is None else mine - penalties))
             for parent, token in zip(selection.rows.parent.tolist(), selection.rows.token.tolist(), strict=True):
                 rows.append((places[parent], token))
                 if paid or penalties is not None:

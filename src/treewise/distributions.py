@@ -1,0 +1,20 @@
+"""Next-token distributions of many rows out of their logits: on a GPU in one pass over them."""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+from treewise.sampler import Distributions, log_probs
+
+
+def distributions(logits: Tensor) -> Distributions:
+    """Return the distributions of raw `logits` [rows, vocab] float32."""
+    if logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+        # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
+        from treewise import peaks
+
+        found, tops, totals = peaks.peaks_and_totals(logits)
+        return Distributions(logits, tops, totals, found)
+    return Distributions.of(log_probs(logits))
