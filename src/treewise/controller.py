@@ -302,18 +302,15 @@ class Hypotheses(NamedTuple):
     token : int64 [hypotheses]
     total : float64 [hypotheses]
         Summed log-probs, this token included.
-    score : float64 [hypotheses]
-        The length-penalised totals.
     """
 
     parent: NDArray[np.int64]
     token: NDArray[np.int64]
     total: NDArray[np.float64]
-    score: NDArray[np.float64]
 
-    def take(self, which: NDArray[Any]) -> Hypotheses:
+    def take(self, which: NDArray[Any] | slice) -> Hypotheses:
         """Return some of them, by a mask or by places."""
-        return Hypotheses(self.parent[which], self.token[which], self.total[which], self.score[which])
+        return Hypotheses(self.parent[which], self.token[which], self.total[which])
 
     def and_then(self, others: Hypotheses) -> Hypotheses:
         """Return these and then others."""
@@ -389,20 +386,20 @@ class BeamSearch(Ranking):
         count = min(max(2, 1 + len(end_token_ids)) * width, table.numel())
         values, places = distributions.top_sums(offsets, count)
         total = values.cpu().numpy().astype(np.float64)
-        possible = total > -math.inf
-        total = total[possible]
-        parent, token = np.divmod(places.cpu().numpy()[possible], table.shape[1])
-        found = Hypotheses(parent, token, total, self.score(total, leaves.num_tokens[parent] + 1))
+        parent, token = np.divmod(places.cpu().numpy(), table.shape[1])
+        found = Hypotheses(parent, token, total).take(slice(np.searchsorted(-total, math.inf)))  # those that may be
 
         ends = self._ends(tree, found, end_token_ids)
         beams = found.take(np.flatnonzero(~ends)[:width])
         ending = found.take(np.flatnonzero(ends[:width]))
         full = leaves.room[beams.parent] == 1
-        going = beams.take(~full)
-        ending = ending.and_then(beams.take(full))
-        scores = np.append(self.score(finished.logprob, finished.num_tokens), ending.score)
+        going = beams
+        if full.any():
+            going, ending = beams.take(~full), ending.and_then(beams.take(full))
+        own_scores = self.score(ending.total, leaves.num_tokens[ending.parent] + 1)
+        scores = np.append(self.score(finished.logprob, finished.num_tokens), own_scores)
         bar = -np.partition(-scores, width - 1)[width - 1] if len(scores) >= width else -math.inf
-        rows = ending.take(ending.score >= bar)
+        rows = ending.take(own_scores >= bar)
         if len(going.parent) and self._can_improve(leaves, going, float(bar)):
             rows = rows.and_then(going)
         return Selection(beams, rows)

@@ -269,12 +269,13 @@ class DecodeRun:
         else:
             logits = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
         found = distributions(logits) if self._ranking else Distributions.of(log_probs(logits))
-        if found.invalid_rows().any():
+        invalid = found.invalid_rows().any()
+        leaves, finished = self._leaves()  # while the device works
+        if invalid:
             raise InvalidLogits
         seen, bias = found, self._grammar_bias(logits.device)
         if bias is not None:
             logits, seen = logits + bias, Distributions.of(found.logprobs + bias)
-        leaves, finished = self._leaves()
         view = TreeView(
             leaves=leaves,
             logits=logits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -54,10 +55,10 @@ class Cut(NamedTuple):
             length, count = np.unique(lengths, return_counts=True)
         least = max(128, int(lengths.max()) // 64)  # a row that merges more partial results waits for them
         for items, limit in self.wanted:
-            chunks = np.arange(-(-least // STEP) * STEP, limit + 1, STEP)
-            fits = count @ -(-length[:, None] // chunks) <= items
-            if fits.any():
-                return int(chunks[np.argmax(fits)])
+            chunks = range(-(-least // STEP) * STEP, limit + 1, STEP)
+            fitting = bisect_left(chunks, -items, key=lambda chunk: -int(count @ -(-length // chunk)))
+            if fitting < len(chunks):
+                return chunks[fitting]
         share = int(lengths.sum()) // self.wanted[-1][0]
         if self.few_rows:
             return max(256, min(share // 3, self.most))
