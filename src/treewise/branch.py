@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -15,6 +16,9 @@ from treewise.turns import ChatCodec, Conversation, begun_by, next_turn, opens_r
 
 FinishReason = Literal["stop", "length"]
 Inherited = TypeVar("Inherited")
+
+PRUNED = "pruned"
+"""How the state of a branch begins that was given up."""
 
 
 class Codec(Protocol):
@@ -122,14 +126,14 @@ class BranchTree:
 
     def let_go(self, branches: Iterable[Branch], state: str, keep: int) -> None:
         """Give up what `branches` hold; see `KVManager.drop` for `keep`."""
-        tips = []
+        tips, pruned = [], state.startswith(PRUNED)
         for branch in branches:
             branch.state = state
-            if branch.pruned and branch.ordinal is not None and branch.parent is not None:
+            if pruned and branch.ordinal is not None and branch.parent is not None:
                 branch.parent.num_children -= 1
             del self.alive[branch]
-            if branch.tip is not None:
-                tips.append(branch.tip)
+            if (tip := branch.tip) is not None:
+                tips.append(tip)
                 branch.tip = None
         self.kv.drop(tips, keep)
 
@@ -171,8 +175,6 @@ class Branch:
         Live forks of its end.
     num_forks : int
         Forks that it has ever had, but for scratch ones.
-    known_children : list of Branch
-        These forks in order, perhaps without some that were pruned; see `all_children`.
     """
 
     # What most branches begin with is the class's, as a wide search makes thousands at once.
@@ -199,9 +201,17 @@ class Branch:
         self.tokens: list[int] = []
         self.logprobs: list[float | None] = []
         self.candidates: list[Candidates | None] = []
-        self.known_children: list[Branch] = []
-        self.conversations: list[Conversation] = []  # as it was after each `message`
         tree.alive[self] = None
+
+    @cached_property
+    def known_children(self) -> list[Branch]:
+        """The branch's forks in order, perhaps without some that were pruned; see `all_children`."""
+        return []
+
+    @cached_property
+    def conversations(self) -> list[Conversation]:
+        """The conversation as it was after each `message`."""
+        return []
 
     # ------------------------------------------------------------------ what a program does with it
 
@@ -317,7 +327,7 @@ class Branch:
         """
         if self.alive:
             where = _caller() if where is None else where
-            self.release(f"pruned at {where}", [branch for branch in self._descendants() if branch.alive])
+            self.release(f"{PRUNED} at {where}", [branch for branch in self._descendants() if branch.alive])
 
     # ------------------------------------------------------------------ what it knows
 
@@ -329,7 +339,7 @@ class Branch:
     @property
     def pruned(self) -> bool:
         """Whether the branch was given up."""
-        return self.state.startswith("pruned")
+        return self.state.startswith(PRUNED)
 
     @property
     def finished(self) -> bool:

@@ -43,7 +43,7 @@ def completions(branches: Sequence[Branch]) -> list[CompletionOutput]:
     for index, branch in enumerate(branches):
         path = paths[branch]
         text = b"".join(path.pieces).decode("utf-8", "replace")
-        asked = [entry for entry in path.candidates if entry is not None]
+        asked = [entry for entry in path.candidates if entry is not None] if any(path.candidates) else []
         outputs.append(
             CompletionOutput(
                 index=index,

@@ -11,7 +11,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from treewise.branch import Branch
+from treewise.branch import PRUNED, Branch
 from treewise.kv import OutOfSlots
 from treewise.thicket import Lines, Thicket
 
@@ -192,7 +192,7 @@ def _unfold(
         branch.candidates = [None] * len(chain.tokens)
         branch.logprob = chain.total
         branch.num_forks = chain.forks
-        branch.state = f"pruned at {where} step {chain.died}"
+        branch.state = f"{PRUNED} at {where} step {chain.died}"
         del branch.tree.alive[branch]
         parent.known_children.append(branch)
         touched[parent] = None

@@ -73,7 +73,7 @@ class Tokenizer:
         self._template_source = _default_template(settings.get("chat_template"))
         self._template: jinja2.Template | None = None
         self._add_bos, self._add_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
-        self._added = {
+        self._bytes = {  # of tokens, as far as they are known
             number: b"" if token.special else token.content.encode()
             for number, token in backend.get_added_tokens_decoder().items()
         }
@@ -147,9 +147,12 @@ class Tokenizer:
         Special tokens, and ids that stand for nothing, give ``b""``. A text's tokens give its UTF-8 bytes when joined,
         except that vocabularies with a prefix space (Llama 2) begin with one space more.
         """
-        if token_id in self._added:
-            return self._added[token_id]
-        token = self._backend.id_to_token(token_id)
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._bytes_of(self._backend.id_to_token(token_id))
+        return known
+
+    def _bytes_of(self, token: str | None) -> bytes:
         if token is None:
             return b""
         if self._byte_level:
