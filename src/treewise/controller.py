@@ -249,7 +249,10 @@ class Ranking:
         return type(self).step is Ranking.step
 
     def rank(self, tree: TreeView, distributions: Distributions) -> Rows | None:
-        """Do what `Controller.step` does, with the leaves' distributions in place of all their log-probabilities."""
+        """Do what `Controller.step` does, with the leaves' distributions in place of all their log-probabilities.
+
+        ``tree.logits`` are as the model gave them, perhaps of 16 bits.
+        """
         raise NotImplementedError
 
     def step(self, tree: TreeView, logprobs: Tensor) -> Rows | None:

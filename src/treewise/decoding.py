@@ -278,7 +278,7 @@ class DecodeRun:
             logits, seen = logits + bias, Distributions.of(found.logprobs + bias)
         view = TreeView(
             leaves=leaves,
-            logits=logits,
+            logits=logits if self._ranking else logits.float(),
             depth=self.depth,
             finished=finished,
             eos_token_ids=self.limits.eos_token_ids,
@@ -577,7 +577,7 @@ def draw(runs: Iterable[Run], eos_token_ids: Collection[int]) -> Drawn | None:
     if not draws:
         return None
     try:
-        logits = gather_rows([place for _, place in draws])
+        logits = gather_rows([place for _, place in draws]).float()
         return Drawn(drawing, choose(logits, [row for row, _ in draws], eos_token_ids))
     except BaseException:
         for run in drawing:  # should anybody step on, they get their logits again

@@ -10,7 +10,7 @@ from treewise.sampler import Distributions, log_probs
 
 
 def distributions(logits: Tensor) -> Distributions:
-    """Return the distributions of raw `logits` [rows, vocab] float32."""
+    """Return the distributions of raw `logits` [rows, vocab]."""
     if logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
         # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
         from treewise import peaks

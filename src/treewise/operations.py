@@ -85,7 +85,7 @@ class Run(Protocol):
         """Whether the run can advance."""
 
     def deliver(self, lane: Lane | Thicket, start: int, logits: Tensor, places: Sequence[int]) -> None:
-        """Take the logits at positions ``start``, … of a lane: rows `places` of float32 [rows, vocabulary].
+        """Take the logits at positions ``start``, … of a lane: rows `places` of [rows, vocabulary].
 
         Raises
         ------

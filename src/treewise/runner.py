@@ -131,7 +131,7 @@ class Runner:
         Returns
         -------
         Tensor
-            Logits of ``batch.logit_rows``, float32 [logit rows, vocabulary].
+            Logits of ``batch.logit_rows`` [logit rows, vocabulary], see `CausalLM.logits`.
         """
         return self.model.logits(self.hidden(batch, plans, kv, drawn))
 

@@ -373,8 +373,8 @@ class Distributions:
 
     Attributes
     ----------
-    table : Tensor [rows, vocab] float32
-        Logits, or log-probabilities.
+    table : Tensor [rows, vocab]
+        Logits as the model gave them, perhaps of 16 bits; or log-probabilities in float32.
     tops, totals : Tensor [rows] float32
         Of logits, the largest of each row, and the natural logarithm of the sum of exponentials of what they are less
         than that. 0 for log-probabilities.

@@ -79,9 +79,10 @@ def step_bytes(model: CausalLM, num_rows: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     hidden = model(rows, rows, attend)
     captured = torch.cuda.max_memory_allocated(device) - before
-    torch.log_softmax(model.logits(hidden), dim=-1)  # as much as sampling takes at most
+    logits = model.logits(hidden)
+    torch.log_softmax(logits.float(), dim=-1)  # as much as sampling takes at most
     peak = torch.cuda.max_memory_allocated(device) - before
-    del hidden
+    del hidden, logits
     torch.cuda.empty_cache()
     partials = PARTIALS * num_rows * config.num_heads * (config.head_dim + 1) * 4
     return int(peak + captured + 2 * partials)

@@ -52,3 +52,6 @@ def half_precision_is_summed_in_float32(device):
     found, tops, totals = peaks.peaks_and_totals(logits.to(device))
     torch.testing.assert_close((tops + totals).cpu(), torch.logsumexp(logits.float(), dim=-1), atol=1e-5, rtol=1e-6)
     assert tops.tolist() == found.amax(-1).tolist() == logits.amax(-1).float().tolist()
+    values, _ = distributions(logits.to(device)).top_sums(torch.zeros(3, device=device), 20)
+    expected, _ = Distributions.of(log_probs(logits)).top_sums(torch.zeros(3), 20)
+    torch.testing.assert_close(values.cpu(), expected, atol=2e-5, rtol=1e-6)

@@ -127,10 +127,13 @@ class CausalLM(nn.Module):
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return what the output head makes of rows ``[m, hidden]`` of `forward`: float32 ``[m, vocab_size]``."""
-        logits = linear(hidden, self.head_weight).float()
+        """Return what the output head makes of rows ``[m, hidden]`` of `forward`: ``[m, vocab_size]``.
+
+        In the type of the weights, or in float32 where a soft cap is put on them.
+        """
+        logits = linear(hidden, self.head_weight)
         if (cap := self.config.logit_soft_cap) is not None:
-            logits = logits.div_(cap).tanh_().mul_(cap)
+            logits = logits.float().div_(cap).tanh_().mul_(cap)
         return logits
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
