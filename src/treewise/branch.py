@@ -88,7 +88,6 @@ class BranchTree:
             self.root.tip = self.root._plant(self.prompt_tokens[self.num_known :])
         self.root.tokens = list(self.prompt_tokens)
         self.root.logprobs = [None] * len(self.prompt_tokens)
-        self.root.candidates = [None] * len(self.prompt_tokens)
 
     def tips(self) -> Iterator[Node]:
         """Yield the node in which each live branch ends, but for those whose forks hold their keys."""
@@ -152,8 +151,6 @@ class Branch:
         Own tokens; the root's begin with the prompt.
     logprobs : list of (float or None)
         Log-probability of each own token where the model chose it, None where it was given.
-    candidates : list of (dict or None)
-        For each own token, where they were asked for, the likeliest tokens at its place.
     logprob : float
         Sum of the log-probabilities over the whole path.
     finish_reason : {"stop", "length"} or None
@@ -200,8 +197,17 @@ class Branch:
         self.ordinal = ordinal
         self.tokens: list[int] = []
         self.logprobs: list[float | None] = []
-        self.candidates: list[Candidates | None] = []
         tree.alive[self] = None
+
+    @cached_property
+    def candidates(self) -> list[Candidates | None]:
+        """For each own token, where they were asked for, the likeliest tokens at its place."""
+        return [None] * len(self.tokens)
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether there may be any of them."""
+        return "candidates" in vars(self)
 
     @cached_property
     def known_children(self) -> list[Branch]:
@@ -484,7 +490,7 @@ class Branch:
 
     def begin(self, tokens: list[int], logprobs: list[float | None], logprob: float) -> None:
         """Begin with tokens that were decoded, in the forest once somebody asks for the `end`; `logprob` is the sum."""
-        self.tokens, self.logprobs, self.candidates = tokens, logprobs, [None] * len(tokens)
+        self.tokens, self.logprobs = tokens, logprobs
         self.logprob = logprob
         self.num_unplanted = len(tokens)
         self.tree.num_decoded += len(tokens)
@@ -493,9 +499,9 @@ class Branch:
         self, tokens: Sequence[int], logprobs: Sequence[float | None], candidates: Sequence[Candidates | None]
     ) -> None:
         self.num_heirs = 0  # they are forks of its middle now
+        self.candidates += candidates
         self.tokens += tokens
         self.logprobs += logprobs
-        self.candidates += candidates
         for logprob in logprobs:
             if logprob is not None:
                 self.tree.num_decoded += 1

@@ -291,7 +291,7 @@ class DecodeRun:
             parents, tokens = rows.arrays(*logits.shape)
         except ValueError as error:
             raise ValueError(f"{type(self.controller).__name__}: {error}") from None
-        chosen = found.at(torch.from_numpy(parents), torch.from_numpy(tokens))
+        chosen = found.at(*torch.from_numpy(np.stack((parents, tokens))).to(logits.device))
         stopping = self.stopping
         reads = bool(stopping.stop) or stopping.grammar is not None or stopping.logprobs is not None
         if reads or leaves.seen or finished.seen or not (self._thicket or self._plant(len(parents))):
@@ -314,8 +314,11 @@ class DecodeRun:
     def result(self) -> Any:
         """See `Run.result`."""
         going = any(leaf.alive for leaf in self.leaves) if self._thicket is None else len(self._thicket.rows) > 0
-        if going and not self.stopped:
-            return None
+        return None if going and not self.stopped else self._ended()
+
+    @uncollected
+    def _ended(self) -> list[Branch]:
+        """Return the leaves that live, those of each of the operation's branches side by side."""
         self.settle()
         leaves = depth_first(leaf for leaf in [*self.finished, *self.leaves] if leaf.alive)
         return sorted(leaves, key=lambda leaf: self.tracks[leaf].place)

@@ -22,16 +22,19 @@ class _Path(NamedTuple):
     def then(self, branch: Branch) -> _Path:
         """Return the path of `branch`, which leaves this one."""
         pieces = list(map(branch.tree.codec.token_bytes, branch.tokens))
+        candidates: list[Candidates | None] = [None] * len(pieces)
+        if branch.has_candidates:
+            candidates = branch.candidates
         if branch.parent is None:
             given = len(branch.tree.prompt_tokens)
-            return _Path(given, branch.tokens[given:], pieces[given:], branch.candidates[given:])
+            return _Path(given, branch.tokens[given:], pieces[given:], candidates[given:])
         given = min(self.given, branch.start)
         shared = branch.start - given
         return _Path(
             given,
             self.tokens[:shared] + branch.tokens,
             self.pieces[:shared] + pieces,
-            self.candidates[:shared] + branch.candidates,
+            self.candidates[:shared] + candidates,
         )
 
 

@@ -189,7 +189,6 @@ def _unfold(
         ordinal = first_forks.get(chain.above, 0) + chain.rank
         branch = branches[chain.start] = Branch(parent.tree, parent, int(thicket.length[above]), ordinal)
         branch.tokens, branch.logprobs = chain.tokens, chain.logprobs
-        branch.candidates = [None] * len(chain.tokens)
         branch.logprob = chain.total
         branch.num_forks = chain.forks
         branch.state = f"{PRUNED} at {where} step {chain.died}"

@@ -190,11 +190,10 @@ class Thicket:
         entries = self.standing[self.slot[self.standing] >= 0]
         number = len(self.bases)
         place = self._place
-        place[entries] = np.arange(len(entries))
+        place[entries] = own = np.arange(len(entries))
         parent = self.parent[entries]
         heads = (parent < number) | (self.needed[parent] != 1)
-        hop = np.where(heads, place[entries], 0)
-        hop[~heads] = place[parent[~heads]]
+        hop = np.where(heads, own, place[parent])
         while not np.array_equal(further := hop[hop], hop):  # doubling the reach each time
             hop = further
         node = (np.cumsum(heads) - 1)[hop]
