@@ -46,14 +46,20 @@ from treewise.search import STRATEGIES
 
 DRAWING = {"temperature": 1.0, "top_p": 1.0}
 """What is drawn from all tokens costs both engines the least."""
-RUNS: dict[str, dict[str, Any]] = {
-    "best_of_n": {"n": 32, "max_tokens": 128, **DRAWING},
-    "tot": {"depth": 3, "width": 5, "beam": 5, "thought_tokens": 64, "answer_tokens": 64, **DRAWING},
-    "mcts": {"iterations": 32, "parallel": 8, "depth": 8, "width": 3, "thought_tokens": 64, "answer_tokens": 64}
-    | DRAWING,
-}
+STRATEGY_NAMES = ("best_of_n", "tot", "mcts")
 LIKELIEST = 5
 """Tokens whose likelihoods an answer to a question comes with."""
+
+
+def settings_of(name: str, live: int) -> dict[str, Any]:
+    """Return the settings of a strategy that has about so many branches under way at once."""
+    thoughts = {"thought_tokens": 64, "answer_tokens": 64}
+    own: dict[str, dict[str, Any]] = {
+        "best_of_n": {"n": live, "max_tokens": 128},
+        "tot": {"depth": 3, "width": 5, "beam": max(1, live // 6), **thoughts},
+        "mcts": {"iterations": live, "parallel": max(1, live // 4), "depth": 8, "width": 3, **thoughts},
+    }
+    return own[name] | DRAWING
 
 
 class WordTokenizer(NumberTokenizer):
@@ -162,7 +168,9 @@ def replay(peer: Peer, operations: Sequence[Operation]) -> None:
                 del under_way[owners[number]]
 
 
-def record(subject: Subject, strategies: Sequence[str], prompt_tokens: Sequence[int], repeats: int) -> dict[str, Any]:
+def record(
+    subject: Subject, strategies: Sequence[str], live: int, prompt_tokens: Sequence[int], repeats: int
+) -> dict[str, Any]:
     """Run strategies on treewise, each once more often than told: the first run warms up."""
     model, tokenizer = subject.load()
     if subject.shape is not None:
@@ -170,14 +178,15 @@ def record(subject: Subject, strategies: Sequence[str], prompt_tokens: Sequence[
     llm = subject.engine((model, tokenizer), "auto")
     runs, seeds = [], count()
     for length, name in product(prompt_tokens, strategies):
-        program = STRATEGIES[name].build(**RUNS[name])
+        settings = settings_of(name, live)
+        program = STRATEGIES[name].build(**settings)
         for number in range(repeats + 1):
             seed = next(seeds)  # no two runs have prompts that begin alike
             prompt = random_prompt(length, tokenizer.vocab_size, seed)
             [result], seconds, operations = recorded(llm, partial(llm.run, program, [prompt], seed=seed))
             usage = result.tree.usage
             print(f"{name}, prompt of {length}, run {number}: {seconds:.3f} s, {usage.steps} steps", flush=True)
-            run = {"strategy": name, "prompt_tokens": length, "settings": RUNS[name], "seconds": seconds}
+            run = {"strategy": name, "prompt_tokens": length, "settings": settings, "seconds": seconds}
             run |= {"steps": usage.steps, "rows": usage.rows, "prompt": prompt}
             runs.append(run | {"operations": [without(operation, length) for operation in operations]})
     return {**asdict(subject), "machine": describe_machine(subject.place), "runs": runs}
@@ -263,7 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first.add_argument("--device", default="cuda")
     first.add_argument("--max-num-rows", type=int, default=8192)
     first.add_argument("--prompt-tokens", type=int, nargs="+", default=[2000])
-    first.add_argument("--strategies", nargs="+", choices=RUNS, default=list(RUNS))
+    first.add_argument("--strategies", nargs="+", choices=STRATEGY_NAMES, default=STRATEGY_NAMES)
+    first.add_argument("--live", type=int, default=32, help="branches under way at once, about")
     first.add_argument("--repeats", type=int, default=3)
     second = commands.add_parser("replay", help="send the same to vLLM")
     second.add_argument("folder", type=Path)
@@ -272,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "record":
         check_integer("repeats", options.repeats, 1)
         subject = Subject(model=options.model, device=options.device, max_num_rows=options.max_num_rows)
-        result = record(subject, options.strategies, options.prompt_tokens, options.repeats)
+        result = record(subject, options.strategies, options.live, options.prompt_tokens, options.repeats)
         options.folder.mkdir(parents=True, exist_ok=True)
         recording.write_text(json.dumps(result), encoding="utf-8")
     else:

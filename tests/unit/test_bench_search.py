@@ -130,7 +130,7 @@ def test_requests_are_sent_once_and_when_all_before_has_ended():
 
 @pytest.fixture
 def recording(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "RUNS", SMALL)
+    monkeypatch.setattr(bench, "settings_of", lambda name, live: SMALL[name])
     words = ["--model", "shape:tiny", "--device", "cpu", "--prompt-tokens", "20", "33", "--repeats", "2"]
     bench.main(["record", str(tmp_path / "new"), *words])
     return json.loads((tmp_path / "new" / "recorded.json").read_text())
