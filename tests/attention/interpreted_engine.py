@@ -6,6 +6,7 @@ Collected by `test_triton.py` in a process of its own, under TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import pytest
+import torch
 from tiny import greedy, idle, tiny_llm, tiny_model
 
 from treewise import SamplingParams, attention, decode, generate, runner
@@ -105,6 +106,33 @@ def test_drafted_trees_are_verified_by_replays():
     [result], [expected] = (some.run(program, [list(range(1, 20))]) for some in (llm, tiny_llm(MODEL)))
     assert result.value == expected.value
     assert llm.engine.runner.graphs.num_replays > 2
+    idle(llm)
+
+
+def test_a_replay_is_the_eager_step_whatever_came_before(monkeypatch):
+    """B36: wide, narrow and wide again, one page more than was captured, requests that end between replays."""
+    llm = with_graphs(MODEL, 2)
+    runner = llm.engine.runner
+    forward = runner.forward
+
+    def twice(*given):
+        graphs, runner.graphs = runner.graphs, None
+        expected = forward(*given)
+        pools = [pool[:, 1:].clone() for pool in (runner.k, runner.v)]  # slot 0 is for rows that a step does not have
+        runner.graphs = graphs
+        found = forward(*given)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for pool, before in zip((runner.k, runner.v), pools, strict=True):
+            torch.testing.assert_close(pool[:, 1:], before, rtol=1e-4, atol=1e-5)
+        return found
+
+    monkeypatch.setattr(runner, "forward", twice)
+    for count, length, longest in ((5, 29, 5), (1, 6, 6), (5, 47, 5), (2, 60, 6)):
+        prompts = [[3 + i, *range(1, length)] for i in range(count)]
+        params = [SamplingParams(temperature=0, max_tokens=longest - i % 3, ignore_eos=True) for i in range(count)]
+        outputs = llm.generate(prompts, params)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [own.max_tokens for own in params]
+    assert runner.graphs.num_replays > runner.graphs.num_captures > 2
     idle(llm)
 
 
