@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from treewise.awaitables import call, decode, gather, generate, score
     from treewise.branch import Branch, DeadBranchError, keep
     from treewise.budgets import BudgetExceeded, Cancelled, limit
-    from treewise.config import BeamSearchParams, SamplingParams
+    from treewise.config import BeamSearchParams, SamplingParams, Speculation
     from treewise.controller import BeamSearch, Controller, Greedy, Rows, Sample, TreeView
     from treewise.grammar import Grammar
     from treewise.live import LiveTree
@@ -27,7 +27,7 @@ _HOMES = {
     "treewise.awaitables": ("call", "decode", "gather", "generate", "score"),
     "treewise.branch": ("Branch", "DeadBranchError", "keep"),
     "treewise.budgets": ("BudgetExceeded", "Cancelled", "limit"),
-    "treewise.config": ("BeamSearchParams", "SamplingParams"),
+    "treewise.config": ("BeamSearchParams", "SamplingParams", "Speculation"),
     "treewise.controller": ("BeamSearch", "Controller", "Greedy", "Rows", "Sample", "TreeView"),
     "treewise.grammar": ("Grammar",),
     "treewise.live": ("LiveTree",),
@@ -52,6 +52,7 @@ __all__ = [
     "Rows",
     "Sample",
     "SamplingParams",
+    "Speculation",
     "TreeView",
     "call",
     "decode",

@@ -3,20 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treewise.kv import KVManager, Slots
 from treewise.plan import TreeSpec
-from treewise.thicket import Ints, Thicket
+from treewise.thicket import Ints, Shape, Thicket
 from treewise.tree import Node
 
 ACCEPTED = 16
 """Most rows of one node in a step of decoding."""
+
+
+class Growth(Protocol):
+    """Tokens below nodes of the forest that are no nodes themselves: a thicket, or guesses of what follows a leaf.
+
+    Attributes
+    ----------
+    tenant : object
+        The tree that they belong to.
+    bases : sequence of Node
+        The nodes below which they stand.
+    token, length, slot : arrays [entries]
+        Of each entry the token, the length of its path, and where its key goes.
+    """
+
+    @property
+    def tenant(self) -> object: ...  # noqa: D102
+
+    @property
+    def bases(self) -> Sequence[Node]: ...  # noqa: D102
+
+    @property
+    def token(self) -> Ints: ...  # noqa: D102
+
+    @property
+    def length(self) -> Ints: ...  # noqa: D102
+
+    @property
+    def slot(self) -> Ints: ...  # noqa: D102
+
+    def shape(self, rows: Ints) -> Shape:
+        """Return what the entries `rows` see of this as nodes, and perhaps more."""
+
+
+class Guesses(Growth, Protocol):
+    """A growth all of which is computed at once.
+
+    Attributes
+    ----------
+    rows : int64 [rows]
+        All its entries.
+    first : int
+        Where the logits of the first row stand in the runner's answer.
+    """
+
+    rows: Ints
+    first: int
 
 
 class Span(NamedTuple):
@@ -34,7 +81,7 @@ class Span(NamedTuple):
 
 @dataclass(eq=False)
 class Batch:
-    """Rows in order of their spans, then those of thickets; a row is one token whose query runs in this step.
+    """Rows in order of their spans, then those of growths; a row is one token whose query runs in this step.
 
     A row whose keys are in the pool already is a *query-only* row: it asks again for logits that nobody kept, as a
     fully cached prompt or a second fork from the same place does. Its own keys go to the scratch slot.
@@ -47,7 +94,7 @@ class Batch:
     ----------
     spans : list of Span
         As they were in the batch's first step.
-    thickets : list of (Thicket, int64 [rows])
+    growths : list of (Growth, int64 [rows])
         Each with the entries that are rows of this step.
     num_rows : int
     logit_rows : list of int
@@ -60,7 +107,7 @@ class Batch:
     num_rows: int = 0
     logit_rows: list[int] = field(default_factory=list)
     grown: int = 0
-    thickets: list[tuple[Thicket, Ints]] = field(default_factory=list)
+    growths: list[tuple[Growth, Ints]] = field(default_factory=list)
     _stored: dict[Node, tuple[int, Span]] = field(default_factory=dict)  # first row of the node's new tokens
     _asked: dict[tuple[Node, int], int] = field(default_factory=dict)  # row of a query-only token
     _logits: dict[int, int] = field(default_factory=dict)  # row -> place among the logits
@@ -138,11 +185,21 @@ class Batch:
     def add_thicket(self, thicket: Thicket, count: int) -> range:
         """Compute the next `count` rows of `thicket`; return where their logits will stand in the runner's answer."""
         entries = thicket.rows[thicket.num_computed : thicket.num_computed + count]
-        self.thickets.append((thicket, entries))
+        self.growths.append((thicket, entries))
         places = range(len(self.logit_rows), len(self.logit_rows) + count)
         self.logit_rows.extend(range(self.num_rows, self.num_rows + count))
         self.num_rows += count
         return places
+
+    def beside(self, guesses: Sequence[Guesses]) -> Batch:
+        """Return a batch of these rows and of `guesses`, all logits of which are wanted."""
+        batch = replace(self, logit_rows=[*self.logit_rows], growths=[*self.growths], _logits={**self._logits})
+        for each in guesses:
+            each.first = len(batch.logit_rows)
+            batch.growths.append((each, each.rows))
+            batch.logit_rows.extend(range(batch.num_rows, batch.num_rows + len(each.rows)))
+            batch.num_rows += len(each.rows)
+        return batch
 
     def grow(self, kv: KVManager) -> None:
         """Move every row, each the last token of a leaf, on to the one token that the leaf has gained since.
@@ -167,8 +224,8 @@ class Batch:
         rows: dict[object, int] = {}
         for _, start, end, _, owner in self.spans:
             rows[owner] = rows.get(owner, 0) + end - start
-        for thicket, entries in self.thickets:
-            rows[thicket.tenant] = rows.get(thicket.tenant, 0) + len(entries)
+        for growth, entries in self.growths:
+            rows[growth.tenant] = rows.get(growth.tenant, 0) + len(entries)
         return rows
 
     def tokens(self) -> NDArray[np.int64]:
@@ -177,17 +234,17 @@ class Batch:
             tokens = [node.tokens[start + self.grown] for node, start, *_ in self.spans]
         else:
             tokens = [token for span in self.spans for token in span.node.tokens[span.start : span.end]]
-        return np.concatenate([np.array(tokens, np.int64), *(thicket.token[rows] for thicket, rows in self.thickets)])
+        return np.concatenate([np.array(tokens, np.int64), *(growth.token[rows] for growth, rows in self.growths)])
 
     def positions(self) -> NDArray[np.int64]:
         """Return the logical position of each row, int64 [rows]."""
         if self._first_positions is None:
             starts = np.array([span.node.start + span.start for span in self.spans], np.int64)
-            own = np.repeat(starts, self._lengths()) + self._within_spans()
-            self._first_positions = np.concatenate(
-                [own, *(thicket.length[rows] - 1 for thicket, rows in self.thickets)]
-            )
-        return self._first_positions + self.grown
+            self._first_positions = np.repeat(starts, self._lengths()) + self._within_spans()
+        own = self._first_positions + self.grown
+        return (
+            np.concatenate([own, *(growth.length[rows] - 1 for growth, rows in self.growths)]) if self.growths else own
+        )
 
     def store_slots(self, kv: KVManager) -> NDArray[np.int64]:
         """Return the slot that each row's keys go to, int64 [rows]; the scratch slot for query-only rows."""
@@ -195,17 +252,17 @@ class Batch:
         scratch = np.array([kv.pool.scratch_slot], np.int32)
         rest = self.spans[len(known) :]
         parts = [kv.slots(s.node)[s.start : s.end] if s.store else scratch for s in rest]
-        return np.concatenate([known, *parts, *(thicket.slot[rows] for thicket, rows in self.thickets)], dtype=np.int64)
+        return np.concatenate([known, *parts, *(growth.slot[rows] for growth, rows in self.growths)], dtype=np.int64)
 
     def tree_spec(self, kv: KVManager) -> tuple[TreeSpec, Slots]:
         """Return the forest that the rows see, and the slot of each of its tokens.
 
         Nodes come parents first, in the order in which the rows reach them, each cut to what has keys after this step.
         """
-        shapes = [(thicket, thicket.shape(rows)) for thicket, rows in self.thickets]
+        shapes = [(growth, growth.shape(rows)) for growth, rows in self.growths]
         bases = [
-            thicket.bases[base]
-            for thicket, shape in shapes
+            growth.bases[base]
+            for growth, shape in shapes
             for base in np.unique(-1 - shape.parent[shape.parent < 0]).tolist()
         ]
         place: dict[Node, int] = {}
@@ -223,9 +280,9 @@ class Batch:
         nodes = [np.repeat(np.array([place[span.node] for span in self.spans], np.int64), self._lengths())]
         offsets = [np.repeat(starts, self._lengths()) + self._within_spans() + self.grown]
         num_nodes = len(place)
-        for thicket, shape in shapes:
+        for growth, shape in shapes:
             above, bottom = shape.parent + num_nodes, shape.parent < 0
-            above[bottom] = [place[thicket.bases[base]] for base in (-1 - shape.parent[bottom]).tolist()]
+            above[bottom] = [place[growth.bases[base]] for base in (-1 - shape.parent[bottom]).tolist()]
             parents.append(above)
             nodes.append(shape.row_node + num_nodes)
             offsets.append(shape.length[shape.row_node] - 1)
@@ -241,7 +298,7 @@ class Batch:
 
     @property
     def _num_span_rows(self) -> int:
-        return self.num_rows - sum(len(rows) for _, rows in self.thickets)
+        return self.num_rows - sum(len(rows) for _, rows in self.growths)
 
     def _reserve(self, kv: KVManager) -> None:
         self._slots = kv.append([span.node for span in self.spans])

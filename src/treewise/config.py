@@ -365,6 +365,38 @@ class BeamSearchParams:
         return SamplingParams(temperature=0.0, **{name: getattr(self, name) for name in common})
 
 
+MAX_TREE_SIZE = 256
+"""The most guesses of a token tree."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How an engine guesses what follows, to verify several tokens in a step; what is decoded stays the same.
+
+    Attributes
+    ----------
+    drafter : str
+        Who guesses: ``"ngram"`` looks for what followed the same words before, in the request's own tree;
+        ``"ngram:shared"`` in all requests of a namespace.
+    tree_size : int
+        The most guesses for one branch and step, at most 256.
+    adaptive : bool
+        Take as many guesses as pay, by the measured times of steps; else as many as there are.
+
+    Raises
+    ------
+    ValueError
+        If `tree_size` is out of range.
+    """
+
+    drafter: str = "ngram"
+    tree_size: int = 64
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("tree_size", self.tree_size, 1, MAX_TREE_SIZE)
+
+
 def cache_folder() -> Path:
     """Tell where files are kept: ``$TREEWISE_CACHE``, else ``treewise`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := os.environ.get("TREEWISE_CACHE"):

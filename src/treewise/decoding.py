@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +24,8 @@ from treewise.operations import Event, Gain, InvalidLogits, Limits, Run, check_o
 from treewise.sampler import Candidates, Distributions, SamplingRow, grammar_biases, log_probs, ranked
 from treewise.scheduler import Lane
 from treewise.settling import settle, uncollected
+from treewise.speculate.draft import Draft
+from treewise.speculate.drafter import Stem
 from treewise.tasks import Task
 from treewise.text import Detokenizer
 from treewise.thicket import Ints, Thicket
@@ -43,6 +45,14 @@ class _Track:
     constraint: Constraint | None
     num_decoded: int = 0  # in this operation
     num_unread: int = 0
+
+
+class _Draw(NamedTuple):
+    """What was drawn for a leaf: a choice by number, from a row of some logits; then those behind a draft's guesses."""
+
+    number: int
+    place: tuple[Tensor, int]
+    draft: Draft | None
 
 
 class DecodeRun:
@@ -74,8 +84,8 @@ class DecodeRun:
         self.stopped = False
         self._lanes: dict[Lane, Branch] = {}
         self._logits: dict[Branch, tuple[Tensor, int]] = {}
-        self._drawn: dict[Branch, tuple[int, tuple[Tensor, int]]] = {}  # which of the choices, from which logits
-        self._assumed: dict[Branch, tuple[int, tuple[Tensor, int]]] = {}
+        self._drawn: dict[Branch, _Draw] = {}
+        self._assumed: dict[Branch, _Draw] = {}
         self._thicket: Thicket | None = None  # below `leaves`
         self._parts: list[Tensor] = []  # the logits of its rows, as far as they are there
         self._gained: list[Branch] = []  # in the last step
@@ -144,20 +154,37 @@ class DecodeRun:
             return False
         return self.stopping.grammar is None and self.stopping.logprobs is None
 
-    def draw(self, first: int) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:
+    def stem(self, lane: Lane | Thicket) -> Stem | None:
+        """Return the leaf of `lane` as drafters see it, None if nothing is to be guessed of what follows it."""
+        if self.drawing is None or self._assumed or isinstance(lane, Thicket):
+            return None
+        leaf = self._lanes[lane]
+        track = self.tracks[leaf]
+        room = track.limit - leaf.num_tokens - 1  # behind the last token that it may have, no guess is of use
+        return Stem(leaf, leaf.end(), room, track.constraint) if room > 0 else None
+
+    def draw(self, first: int, drafts: Mapping[Branch, Draft]) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:
         """Return how to draw the next token of each leaf that has its logits, and from which row of which logits.
 
         What is drawn will be the choices number `first` and the ones behind it, see `Drawn`. Leaves do not wait for
-        each other, so that they need not all have room for their keys at once.
+        each other, so that they need not all have room for their keys at once. Behind the choice for a leaf come those
+        behind the guesses of its draft, if it is in `drafts`.
         """
         if (params := self.drawing) is None:
             return []
         self.settle()
         leaves = self._served()
-        self._drawn = {leaf: (first + i, self._logits[leaf]) for i, leaf in enumerate(leaves)}
-        self._logits = {}
-        penalised = params.has_penalties
-        return [(self._row(leaf, params, penalised), place) for leaf, (_, place) in self._drawn.items()]
+        logits, self._logits = self._logits, {}
+        self._drawn = {}
+        draws: list[tuple[SamplingRow, tuple[Tensor, int]]] = []
+        for leaf in leaves:
+            own = self._drawn[leaf] = _Draw(first + len(draws), logits[leaf], drafts.get(leaf))
+            row = self._row(leaf, params, params.has_penalties)
+            draws.append((row, own.place))
+            if own.draft is not None:
+                rows = own.draft.sampling_rows(row)
+                draws += [(guess, (own.place[0], own.draft.first + node)) for node, guess in enumerate(rows)]
+        return draws
 
     def assume(self) -> None:
         """Let the leaves go on with what was drawn for them; token ``-1 - i`` stands for choice ``i``."""
@@ -165,8 +192,8 @@ class DecodeRun:
         self.depth += 1
         self._assumed = {leaf: drawn for leaf, drawn in self._drawn.items() if leaf.alive}
         self._drawn = {}
-        for leaf, (number, _) in self._assumed.items():
-            leaf.grow((-1 - number,), (None,), (None,))
+        for leaf, drawn in self._assumed.items():
+            leaf.grow((-1 - drawn.number,), (None,), (None,))
             self.tracks[leaf].num_decoded += 1
         if len(self._assumed) == len(self._lanes) == len(self.leaves) and not any(map(self._is_full, self.leaves)):
             for lane in self._lanes:  # nearly always
@@ -183,6 +210,10 @@ class DecodeRun:
         self._assumed = {}
         self.forgo()
 
+    def forgo_guesses(self) -> None:
+        """Forget what was drawn behind guesses, as if there had been none."""
+        self._drawn = {leaf: drawn._replace(draft=None) for leaf, drawn in self._drawn.items()}
+
     def forgo(self) -> None:
         """Forget what was drawn: the leaves will get their logits again."""
         self._drawn = {}
@@ -198,11 +229,12 @@ class DecodeRun:
         self._gained = []
         assumed, self._assumed = self._assumed, {}
         try:
-            self._reveal([(leaf, choices[number], place) for leaf, (number, place) in assumed.items()])
+            self._reveal([(leaf, choices[drawn.number], drawn.place) for leaf, drawn in assumed.items()])
         except BaseException:
             for leaf in list(assumed)[len(self._gained) :]:
                 leaf.retract()
             raise
+        num_guessed = sum(self._follow(leaf, drawn, choices) for leaf, drawn in assumed.items() if drawn.draft)
         ended = [leaf for leaf in assumed if leaf.finish_reason is not None]
         if ended:
             self.finished += ended
@@ -210,16 +242,15 @@ class DecodeRun:
             self._lanes = {lane: leaf for lane, leaf in self._lanes.items() if leaf.finish_reason is None}
             for leaf in ended:  # what follows was drawn in vain
                 self._drawn.pop(leaf, None)
-        return self._gain(len(assumed))
+        if num_guessed:
+            self._await_logits()
+        return self._gain(len(assumed) + num_guessed)
 
     def _reveal(self, drawn: Sequence[tuple[Branch, Choice, tuple[Tensor, int]]]) -> None:
         """Put the drawn tokens in the places that leaves have for them, and take their texts."""
         if not all(choice.valid for _, choice, _ in drawn):
             raise InvalidLogits
-        candidates: Sequence[Candidates | None] = [None] * len(drawn)
-        if self.stopping.logprobs is not None and drawn:
-            logprobs = log_probs(gather_rows([place for _, _, place in drawn]))
-            candidates = ranked(logprobs, [choice.token for _, choice, _ in drawn], self.stopping.logprobs)
+        candidates = self._candidates([(choice.token, place) for _, choice, place in drawn])
         observe = self.controller.observe if isinstance(self.controller, Drawing) else None
         for (leaf, choice, _), best in zip(drawn, candidates, strict=True):
             if observe is not None:
@@ -228,6 +259,36 @@ class DecodeRun:
             leaf.reveal(choice.token, choice.logprob, best)
             self._gained.append(leaf)
             self._read(leaf, choice.token)
+
+    def _follow(self, leaf: Branch, drawn: _Draw, choices: Sequence[Choice]) -> int:
+        """Let a leaf go on behind guesses that were right, token by token; return how many tokens it gained so."""
+        draft = cast(Draft, drawn.draft)
+        own = choices[drawn.number : drawn.number + 1 + len(draft.rows)]
+        right = draft.right(own)
+        following = [own[1 + node] for node in right]
+        places = [(drawn.place[0], draft.first + node) for node in right]
+        candidates = self._candidates([(each.token, place) for each, place in zip(following, places, strict=True)])
+        observe = cast(Drawing, self.controller).observe
+        for node, choice, best in zip(right, following, candidates, strict=True):
+            draft.accepted.append(node)
+            if leaf.finish_reason is not None:
+                return len(draft.accepted) - 1
+            if not choice.valid:
+                raise InvalidLogits
+            if observe is not None:
+                observe(leaf.path, choice.certainty)
+            self._accept(leaf, choice.token)
+            leaf.grow((choice.token,), (choice.logprob,), (best,))
+            self.tracks[leaf].num_decoded += 1
+            self._read(leaf, choice.token)
+        return len(right)
+
+    def _candidates(self, drawn: Sequence[tuple[int, tuple[Tensor, int]]]) -> Sequence[Candidates | None]:
+        """Return what was likely at the places of tokens, each with the logits that it was drawn from, if asked for."""
+        if self.stopping.logprobs is None or not drawn:
+            return [None] * len(drawn)
+        logprobs = log_probs(gather_rows([place for _, place in drawn]))
+        return ranked(logprobs, [token for token, _ in drawn], self.stopping.logprobs)
 
     def _row(self, leaf: Branch, params: SamplingParams, penalised: bool) -> SamplingRow:
         track = self.tracks[leaf]
@@ -569,12 +630,15 @@ class Drawn(NamedTuple):
         return all(run.is_foreseeable for run in self.runs)
 
 
-def draw(runs: Iterable[Run], eos_token_ids: Collection[int]) -> Drawn | None:
-    """Draw the next tokens of all runs that only draw, with one call of the sampler; None if there are no such runs."""
+def draw(runs: Iterable[Run], eos_token_ids: Collection[int], drafts: Mapping[Branch, Draft]) -> Drawn | None:
+    """Draw the next tokens of all runs that only draw, with one call of the sampler; None if there are no such runs.
+
+    `drafts` are the guesses of what follows leaves, which were computed beside them.
+    """
     drawing: list[DecodeRun] = []
     draws: list[tuple[SamplingRow, tuple[Tensor, int]]] = []
     for run in runs:
-        if isinstance(run, DecodeRun) and (own := run.draw(len(draws))):
+        if isinstance(run, DecodeRun) and (own := run.draw(len(draws), drafts)):
             drawing.append(run)
             draws += own
     if not draws:

@@ -26,6 +26,8 @@ from treewise.results import Usage
 from treewise.runner import Runner
 from treewise.sampler import row_key
 from treewise.scheduler import Crowded, Delivery, Lane, PoolTooSmall, Scheduler
+from treewise.speculate.draft import Draft
+from treewise.speculate.speculator import Speculator
 from treewise.streams import Piece
 from treewise.tasks import Task
 from treewise.thicket import Thicket
@@ -56,6 +58,9 @@ class Request:
     kv_bytes_read: int = 0
     kv_bytes_per_sequence: int = 0
     seconds: float = 0.0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def usage(self) -> Usage:
         """Return what the request has cost so far."""
@@ -69,6 +74,9 @@ class Request:
             kv_bytes_per_sequence=self.kv_bytes_per_sequence,
             seconds=self.seconds,
             cached_tokens=min(self.tree.cached_tokens, given),
+            drafts=self.drafts,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 
@@ -85,6 +93,8 @@ class Engine:
         The most rows of one step.
     seed : int
         Requests without a seed of their own draw theirs from this and their rank of arrival.
+    speculator : Speculator, optional
+        Guesses what follows leaves that only draw.
 
     Attributes
     ----------
@@ -95,7 +105,14 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, kv: KVManager, codec: Codec, limits: Limits, max_num_rows: int, seed: int
+        self,
+        runner: Runner,
+        kv: KVManager,
+        codec: Codec,
+        limits: Limits,
+        max_num_rows: int,
+        seed: int,
+        speculator: Speculator | None = None,
     ) -> None:
         self.runner = runner
         self.kv = kv
@@ -104,6 +121,7 @@ class Engine:
         self.scheduler = Scheduler(kv, max_num_rows)
         self.looks_ahead = runner.device.type == "cuda"
         self.seed = seed
+        self.speculator = speculator
         self.requests: dict[BranchTree, Request] = {}
         self.runs: list[Run] = []
         self.num_steps = 0
@@ -208,12 +226,17 @@ class Engine:
 
     def _step(self) -> list[Gain]:
         self._run_programs()
+        if self.speculator is not None:
+            self.speculator.begin()
         drawn = self._assume()
         try:
-            self._forward(drawn)
+            try:
+                self._forward(drawn)
+            finally:
+                gains = [] if drawn is None else self._know(drawn)
+            return gains + self._advance()
         finally:
-            gains = [] if drawn is None else self._know(drawn)
-        return gains + self._advance()
+            self._end_guesses()
 
     def _forward(self, drawn: Drawn | None) -> None:
         """Compute what everything waits for, after tokens that were drawn if need be, and draw from it."""
@@ -224,6 +247,7 @@ class Engine:
             return
         if batch.num_rows:
             try:
+                batch = self._guess(batch, deliveries, waiting)
                 plans = self.runner.plan(batch, self.kv)
                 logits = self.runner.forward(batch, plans, self.kv, None if drawn is None else drawn.choices.tokens)
             except BaseException:
@@ -236,10 +260,35 @@ class Engine:
             self._count(batch, plans, deliveries)
             for delivery in deliveries:
                 self._deliver(waiting[delivery.lane], delivery, logits)
-            self._drawn = draw(self.runs, self.limits.eos_token_ids)
+            drafts = {} if self.speculator is None else self.speculator.drafts
+            self._drawn = draw(self.runs, self.limits.eos_token_ids, drafts)
         elif self._calls and not self._ready and drawn is None:
             patience = [left for task in self._calls.values() if (left := task.seconds_left()) is not None]
             wait(self._calls, min(patience, default=None), FIRST_COMPLETED)
+
+    def _guess(self, batch: Batch, deliveries: list[Delivery], waiting: dict[Lane | Thicket, Run]) -> Batch:
+        """Return the batch with guesses of what follows its leaves beside it, if there are any."""
+        if self.speculator is None:
+            return batch
+        stems = [
+            stem
+            for lane, _, _ in deliveries
+            if isinstance(run := waiting[lane], DecodeRun) and (stem := run.stem(lane)) is not None
+        ]
+        drafts = self.speculator.draft(batch, stems, self.scheduler.max_num_rows - batch.num_rows)
+        return batch.beside(drafts) if drafts else batch
+
+    def _end_guesses(self) -> None:
+        """Give back what guesses had, but for the keys of those that were right."""
+        drafts = [] if self.speculator is None else self.speculator.finish()
+        if drafts and self._drawn is not None:  # the step has failed before anybody knew
+            for run in self._drawn.runs:
+                run.forgo_guesses()
+        for draft in drafts:
+            if (request := self.requests.get(draft.tenant)) is not None:
+                request.drafts += 1
+                request.drafted_tokens += len(draft.rows)
+                request.accepted_tokens += len(draft.accepted)
 
     def _next_batch(self) -> tuple[Batch, list[Delivery], dict[Lane | Thicket, Run]]:
         """Return the rows of the step, who gets which logits, and who waits for any."""
@@ -413,7 +462,8 @@ class Engine:
     def _advance(self) -> list[Gain]:
         """Let every run that has the logits for it take its step."""
         gains: list[Gain] = []
-        if self._drawn is not None and not (self.looks_ahead and self._drawn.is_foreseeable):
+        guessing = self.speculator is not None and not self.speculator.resting
+        if self._drawn is not None and (guessing or not (self.looks_ahead and self._drawn.is_foreseeable)):
             drawn = self._assume()
             gains += self._know(cast(Drawn, drawn))
         for run in [run for run in self.runs if run.ready()]:
@@ -466,6 +516,10 @@ class Engine:
         for lane, start, places in deliveries:
             lengths += lane.lengths(start, len(places))
             ends.append((lane.tenant, len(lengths)))
+        for growth, rows in batch.growths:
+            if isinstance(growth, Draft):
+                lengths += growth.length[rows].tolist()
+                ends.append((growth.tenant, len(lengths)))
         alone, begin = self.runner.kv_bytes_of_paths(lengths), 0
         for tenant, end in ends:
             self.requests[tenant].kv_bytes_per_sequence += sum(alone[begin:end])

@@ -15,10 +15,11 @@ import torch
 from treewise.awaitables import Observe, generate
 from treewise.branch import Branch, BranchTree, checked_tokens
 from treewise.budgets import Budget
-from treewise.config import BeamSearchParams, SamplingParams
+from treewise.config import BeamSearchParams, SamplingParams, Speculation
 from treewise.constraint import Lexicon
 from treewise.engine import Engine, Request
 from treewise.kv import CacheStatistics, KVManager, make_pool
+from treewise.kv.contiguous import ContiguousPool
 from treewise.live import LiveTree
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.operations import Limits
@@ -28,6 +29,8 @@ from treewise.runner import Runner
 from treewise.sampler import Candidates, row_key
 from treewise.search.beams import beams
 from treewise.sizing import default_slots
+from treewise.speculate.drafters import make_drafter
+from treewise.speculate.speculator import Speculator
 from treewise.tree import Forest
 from treewise.turns import Conversation, Message, opens_reply
 
@@ -99,6 +102,9 @@ class LLM:
         there is a GPU.
     seed : int
         Of all requests that have no seed of their own.
+    speculate : str or Speculation, optional
+        Who guesses what follows, so that a step may verify several tokens: the name of a drafter, or more settings.
+        What is decoded does not depend on it.
 
     Examples
     --------
@@ -125,6 +131,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         cuda_graphs: bool | None = None,
         seed: int = 0,
+        speculate: str | Speculation | None = None,
     ) -> None:
         device = _resolve_device(device)
         if max_num_rows < 1:
@@ -149,13 +156,15 @@ class LLM:
         runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype, cuda_graphs)
         eos_token_ids = self.tokenizer.eos_token_ids
         lexicon = Lexicon(self.tokenizer, config.vocab_size, eos_token_ids)
+        kv = KVManager(Forest(), slots, enable_prefix_caching)
         self.engine = Engine(
             runner,
-            KVManager(Forest(), slots, enable_prefix_caching),
+            kv,
             self.tokenizer,
             Limits(eos_token_ids, self.max_model_len, config.vocab_size, lexicon),
             max_num_rows,
             seed,
+            None if speculate is None else _speculator(speculate, runner, kv),
         )
         self._streams: dict[BranchTree, deque[tuple[Branch, str]]] = {}
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.describe().items()))
@@ -523,6 +532,16 @@ async def _sample(root: Branch, params: SamplingParams) -> tuple[list[Candidates
     if params.prompt_logprobs is not None:
         [prompt] = await Observe([root], [1], params.prompt_logprobs)
     return prompt, await generate(root.fork(params.n), replace(params, n=1))
+
+
+def _speculator(speculate: str | Speculation, runner: Runner, kv: KVManager) -> Speculator:
+    """Return what guesses for an engine."""
+    settings = Speculation(speculate) if isinstance(speculate, str) else speculate
+    if not isinstance(settings, Speculation):
+        raise ValueError(f"speculate: {speculate!r} is neither the name of a drafter nor a Speculation")
+    if isinstance(kv.pool, ContiguousPool):
+        raise ValueError("speculate: guesses borrow slots, which the pool 'contiguous' does not lend; choose 'paged'")
+    return Speculator(make_drafter(settings.drafter, runner), kv, settings.tree_size, settings.adaptive)
 
 
 def _with_notes(error: BaseException) -> str:

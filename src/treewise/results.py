@@ -68,6 +68,8 @@ class Usage:
         From the request's first step to its last, in seconds.
     cached_tokens : int
         Prompt tokens whose keys and values were already there.
+    drafts, drafted_tokens, accepted_tokens : int
+        Token trees that were guessed and verified, the guesses in them, and those that were right.
     """
 
     prompt_tokens: int = 0
@@ -78,6 +80,14 @@ class Usage:
     kv_bytes_per_sequence: int = 0
     seconds: float = 0.0
     cached_tokens: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens that a branch gained in a step with guesses, the one that was no guess included; 1 without any."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,6 +109,11 @@ class Usage:
             parts.append(
                 f"KV read {format_bytes(self.kv_bytes_read)}; one sequence at a time "
                 f"{format_bytes(self.kv_bytes_per_sequence)} ({self.kv_ratio:.1f}x)"
+            )
+        if self.drafts:
+            parts.append(
+                f"{self.accepted_tokens:,} of {self.drafted_tokens:,} guesses right, "
+                f"{self.accepted_length:.2f} tokens a step with guesses"
             )
         return "; ".join(parts)
 

@@ -224,6 +224,8 @@ class Scheduler:
 
     def commit(self, batch: Batch, deliveries: Sequence[Delivery]) -> None:
         """Record that the rows of `batch` have run."""
+        if self._steady is not None and self._steady.batch is not batch:  # it had guesses beside it
+            self._steady = None
         batch.commit()
         for lane, _, places in deliveries:
             lane.take(len(places))

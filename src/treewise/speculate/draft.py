@@ -1,0 +1,95 @@
+"""A drafted tree in a step: rows beside those of nodes, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from treewise.branch import BranchTree
+from treewise.choices import Choice
+from treewise.constraint import Constraint, GrammarError
+from treewise.kv import Slots
+from treewise.sampler import SamplingRow
+from treewise.speculate.drafter import Stem
+from treewise.speculate.trees import TokenTree
+from treewise.thicket import Ints, Shape
+from treewise.tree import Node
+
+
+class Draft:
+    """Guesses of what follows a leaf, as rows of a step; see `treewise.batch.Growth`.
+
+    Parameters
+    ----------
+    stem : Stem
+    tree : TokenTree
+    constraints : sequence of Constraint, optional
+        Of each node, where the leaf has a grammar.
+
+    Attributes
+    ----------
+    begin : int
+        Length of the path behind which the guesses stand.
+    slot : int32 [nodes]
+        Where the keys of the guesses go.
+    first : int
+        Where the logits of its first row stand in the runner's answer.
+    accepted : list of int
+        The nodes that were right.
+    """
+
+    def __init__(self, stem: Stem, tree: TokenTree, constraints: Sequence[Constraint | None] = ()) -> None:
+        self.stem = stem
+        self.tree = tree
+        self.constraints = constraints or [None] * len(tree)
+        self.tenant: BranchTree = stem.branch.tree
+        self.bases: Sequence[Node] = [stem.node]
+        self.begin = stem.node.end
+        self.token = tree.tokens
+        self.length = self.begin + tree.depths
+        self.slot: Slots = np.full(len(tree), -1, np.int32) if tree.slots is None else tree.slots
+        self.rows = np.arange(len(tree))
+        self.first = 0
+        self.accepted: list[int] = []
+
+    def take(self, nodes: Ints) -> Draft:
+        """Return the draft of some nodes, in ascending order, with all above them."""
+        return Draft(self.stem, self.tree.take(nodes), [self.constraints[node] for node in nodes.tolist()])
+
+    def shape(self, rows: Ints) -> Shape:
+        """Return the guesses as nodes of one token each."""
+        return Shape(self.tree.parents.copy(), np.ones(len(self.tree), np.int64), self.slot, rows)
+
+    def sampling_rows(self, row: SamplingRow) -> list[SamplingRow]:
+        """Return how the token behind each guess is chosen, where `row` says so of the one behind the path."""
+        params, key, position, num_tokens, prompt, output, _ = row
+        rows = []
+        for node, (depth, constraint) in enumerate(zip(self.tree.depths.tolist(), self.constraints, strict=True)):
+            mine = [*output, *self.tree.path(node)] if params.has_penalties else ()
+            rows.append(SamplingRow(params, key, position + depth, num_tokens + depth, prompt, mine, constraint))
+        return rows
+
+    def right(self, choices: Sequence[Choice]) -> list[int]:
+        """Return the nodes that agree with the choices behind the path and behind each node."""
+        return self.tree.accepted([choice.token for choice in choices])
+
+
+def within_grammar(tree: TokenTree, constraint: Constraint | None) -> tuple[TokenTree, list[Constraint | None]]:
+    """Leave out the guesses that a grammar refuses; return the rest, and how far each has come in it.
+
+    None stands for a text that is complete, behind which nothing is chosen.
+    """
+    if constraint is None or not len(tree):
+        return tree, []
+    allowed: list[int] = []
+    known: dict[int, Constraint] = {-1: constraint}
+    for node, (above, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
+        if above in known and not known[above].complete:
+            known[node] = known[above].fork()
+            try:
+                known[node].accept(token)
+                allowed.append(node)
+            except GrammarError:
+                del known[node]
+    return tree.take(np.array(allowed, np.int64)), [None if known[node].complete else known[node] for node in allowed]

@@ -1,0 +1,136 @@
+"""Guesses of a step: from the drafter into the batch, and the keys of the right ones into the forest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from treewise.batch import Batch
+from treewise.branch import Branch
+from treewise.kv import KVManager, OutOfSlots, Slots
+from treewise.speculate.draft import Draft, within_grammar
+from treewise.speculate.drafter import Drafter, Stem, Step
+from treewise.speculate.pace import Pace
+from treewise.speculate.trees import TokenTree
+
+
+class Speculator:
+    """Gives leaves guesses of how they go on, as far as rows and slots are left and it pays.
+
+    Parameters
+    ----------
+    drafter : Drafter
+    kv : KVManager
+    tree_size : int
+        The most guesses for a leaf.
+    adaptive : bool
+        Take as many as pay, by the measured times of steps, rather than as many as there are.
+    """
+
+    def __init__(self, drafter: Drafter, kv: KVManager, tree_size: int, adaptive: bool = True) -> None:
+        self.drafter = drafter
+        self.kv = kv
+        self.tree_size = tree_size
+        self.pace = Pace() if adaptive else None
+        self._drafts: list[Draft] = []  # of the step under way
+        self._step: Step | None = None
+        self._num_rows = 0  # of the step, 0 where it is more than decoding
+        self._began = self._guessing = 0.0
+
+    @property
+    def resting(self) -> bool:
+        """Whether the next step will have no guesses."""
+        return self.pace is not None and self.pace.resting
+
+    @property
+    def drafts(self) -> dict[Branch, Draft]:
+        """The guesses of the step under way, by the leaves that they follow."""
+        return {draft.stem.branch: draft for draft in self._drafts}
+
+    def begin(self) -> None:
+        """Start the clock of a step."""
+        self._began, self._guessing, self._num_rows = perf_counter(), 0.0, 0
+
+    def draft(self, batch: Batch, stems: Sequence[Stem], rows_left: int) -> list[Draft]:
+        """Return guesses of what follows some of `stems`, as rows that `batch` can have beside its own."""
+        self._num_rows = batch.num_rows if batch.is_decoding else 0
+        if self.pace is not None and self.pace.resting:
+            self.pace.pass_by()
+            return []
+        if not 0 < len(stems) <= rows_left:
+            return []
+        self._step = Step(batch, self.kv)
+        start = perf_counter()
+        try:
+            size = min(self.tree_size, rows_left // len(stems))
+            trees = self.drafter.draft(stems, size, self._step)
+            self._guessing = perf_counter() - start
+            self._drafts = self._paying(self._allowed(stems, trees, size), self._step)
+        except OutOfSlots:
+            return []
+        if self._num_rows:
+            self._num_rows += sum(len(draft.rows) for draft in self._drafts)
+        return self._drafts
+
+    def finish(self) -> list[Draft]:
+        """End the step: nodes take over the keys of right guesses, all else is given back; return its guesses."""
+        drafts, self._drafts = self._drafts, []
+        step, self._step = self._step, None
+        if step is not None:
+            keys = [self.kv.origins(draft.slot[draft.accepted]) for draft in drafts]
+            for slots in step.lent:
+                self.kv.take_back(slots)
+            for draft, own in zip(drafts, keys, strict=True):
+                self._adopt(draft, own)
+        if self.pace is not None:
+            if self._num_rows:
+                self.pace.stepped(self._num_rows, perf_counter() - self._began - self._guessing)
+            if drafts:
+                self.pace.drafted(self._guessing)
+                self.pace.verified([draft.tree.reach for draft in drafts], [len(draft.accepted) for draft in drafts])
+        return drafts
+
+    @staticmethod
+    def _allowed(stems: Sequence[Stem], trees: Sequence[TokenTree], size: int) -> list[Draft]:
+        """Return the guesses that are of use and that grammars let come, without slots."""
+        drafts = []
+        for stem, tree in zip(stems, trees, strict=True):
+            tree, constraints = within_grammar(tree.best(size, stem.room), stem.constraint)
+            if len(tree):
+                drafts.append(Draft(stem, tree, constraints))
+        return drafts
+
+    def _paying(self, drafts: Sequence[Draft], step: Step) -> list[Draft]:
+        """Return the part of the guesses that pays, with slots."""
+        if self.pace is not None and drafts:
+            reach = np.concatenate([draft.tree.reach for draft in drafts])
+            order = np.argsort(-reach, kind="stable")
+            count = self.pace.choose(reach[order], len(drafts), step.batch.num_rows)
+            if not count:
+                self.pace.rest()
+            chosen = np.zeros(len(reach), bool)
+            chosen[order[:count]] = True
+            ends = np.cumsum([len(draft.rows) for draft in drafts])
+            parts = [np.flatnonzero(part) for part in np.split(chosen, ends[:-1])]
+            drafts = [draft.take(nodes) for draft, nodes in zip(drafts, parts, strict=True) if len(nodes)]
+        bare = [draft for draft in drafts if draft.tree.slots is None]
+        if bare:
+            ends = np.cumsum([len(draft.rows) for draft in bare])
+            for draft, slots in zip(bare, np.split(step.lend(int(ends[-1])), ends[:-1]), strict=True):
+                draft.slot = slots
+        return list(drafts)
+
+    def _adopt(self, draft: Draft, keys: Slots) -> None:
+        """Let the leaf's node have the keys of the guesses that it has taken."""
+        leaf = draft.stem.branch
+        if not len(keys) or not leaf.alive:
+            return
+        node = leaf.end()
+        follows = node.parent is None or node.parent.computed == len(node.parent.tokens)
+        if follows and node.start + node.computed == draft.begin:
+            try:
+                self.kv.adopt(node, keys)
+            except OutOfSlots:
+                return  # they are computed again

@@ -1,0 +1,558 @@
+"""Guesses in the engine: whatever is guessed, what is decoded is what plain decoding gives, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import EOS, VOCABULARY, idle, tiny_llm, tiny_model
+
+from treewise import (
+    BeamSearchParams,
+    Grammar,
+    SamplingParams,
+    Speculation,
+    call,
+    decoding,
+    gather,
+    generate,
+    keep,
+    limit,
+    stream,
+)
+from treewise.awaitables import decode, score
+from treewise.choices import Choices
+from treewise.controller import BeamSearch, Greedy
+from treewise.llm import LLM
+from treewise.speculate.drafter import Stem, Step
+from treewise.speculate.speculator import Speculator
+from treewise.speculate.trees import EMPTY, TokenTree
+
+MODEL = tiny_model()
+DRAW = random.Random(0)
+PROMPTS = [
+    [7],
+    [5] * 20,
+    list(range(1, 30)),
+    *([DRAW.randrange(1, 100) for _ in range(DRAW.randrange(1, 40))] for _ in range(5)),
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+class Told:
+    """Knows what comes, and says so in trees of all shapes: the right path goes through any child, decoys beside it.
+
+    Parameters
+    ----------
+    answers : sequence of lists of int
+        Whole paths.
+    depth : int
+        Right guesses on a path.
+    decoys : int
+        Wrong guesses beside each right one; each has wrong ones below it too.
+    """
+
+    wants_hidden = False
+
+    def __init__(self, answers: Sequence[Sequence[int]], depth: int = 5, decoys: int = 2) -> None:
+        self.answers = [list(answer) for answer in answers]
+        self.depth, self.decoys = depth, decoys
+        self.draw = random.Random(1)
+
+    def draft(self, stems: Sequence[Stem], size: int, step: Step) -> list[TokenTree]:
+        return [self.tree(stem.tokens) for stem in stems]
+
+    def tree(self, path: list[int]) -> TokenTree:
+        answers = [answer for answer in self.answers if answer[: len(path)] == path and len(answer) > len(path)]
+        rest = answers[0][len(path) :][: self.depth] if answers else []
+        tokens: list[int] = []
+        parents: list[int] = []
+        above = -1
+        for token in rest:
+            own = [token, *(self.draw.choice([t for t in range(VOCABULARY) if t != token]) for _ in range(self.decoys))]
+            self.draw.shuffle(own)
+            places = list(range(len(tokens), len(tokens) + len(own)))
+            tokens += own
+            parents += [above] * len(own)
+            for place in places:
+                if tokens[place] != token and self.draw.random() < 0.5:
+                    tokens.append(token)
+                    parents.append(place)
+            above = places[own.index(token)]
+        return TokenTree.of(tokens, parents)
+
+
+class Wrong:
+    """Is never right."""
+
+    wants_hidden = False
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+
+    def draft(self, stems: Sequence[Stem], size: int, step: Step) -> list[TokenTree]:
+        trees = self.told.draft(stems, size, step)
+        return [TokenTree.of((tree.tokens + 1) % VOCABULARY, tree.parents) for tree in trees]
+
+
+class Noise:
+    """Guesses anything, now and then nothing."""
+
+    wants_hidden = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self.draw = random.Random(seed)
+
+    def draft(self, stems: Sequence[Stem], size: int, step: Step) -> list[TokenTree]:
+        trees = []
+        for _ in stems:
+            nodes = self.draw.choice([0, 1, 5, 300])
+            parents = [self.draw.randrange(-1, node) for node in range(nodes)]
+            tokens = [self.draw.randrange(VOCABULARY) for _ in parents]
+            trees.append(TokenTree.of(tokens, parents, [self.draw.random() for _ in parents]) if nodes else EMPTY)
+        return trees
+
+
+def guessing(drafter: Any, tree_size: int = 64, adaptive: bool = False, **options: Any) -> LLM:
+    """Return an engine of the tiny model that `drafter` guesses for."""
+    llm = tiny_llm(**({"model": MODEL} | options))
+    llm.engine.speculator = Speculator(drafter, llm.engine.kv, tree_size, adaptive)
+    return llm
+
+
+def told(outputs: Any) -> list[Any]:
+    return [
+        [(b.token_ids, b.text, b.finish_reason, b.stop_reason, b.logprobs and [*b.logprobs]) for b in output.outputs]
+        for output in outputs
+    ]
+
+
+def same(left: Any, right: Any) -> None:
+    """Compare outputs; log-probs may differ in their last bits, as steps have other rows."""
+    for one, other in zip(left, right, strict=True):
+        for a, b in zip(one.outputs, other.outputs, strict=True):
+            assert (a.token_ids, a.text, a.finish_reason, a.stop_reason) == (
+                b.token_ids, b.text, b.finish_reason, b.stop_reason,
+            )  # fmt: skip
+            assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-3)
+            for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
+                assert {token: value.rank for token, value in x.items()} == {t: value.rank for t, value in y.items()}
+                assert all(value.logprob == pytest.approx(y[token].logprob, abs=1e-3) for token, value in x.items())
+
+
+def paths(outputs: Any) -> list[list[int]]:
+    """Return the whole paths of completions."""
+    return [output.prompt_token_ids + branch.token_ids for output in outputs for branch in output.outputs]
+
+
+SAMPLED = [
+    GREEDY,
+    SamplingParams(n=3, max_tokens=30, temperature=0.5),
+    SamplingParams(n=2, max_tokens=25, temperature=1.2, top_p=0.8, min_p=0.01, stop_token_ids=[17, 33, 64]),
+    SamplingParams(n=2, max_tokens=25, temperature=0.8, top_k=7, frequency_penalty=0.3, repetition_penalty=1.1),
+    SamplingParams(
+        max_tokens=25, temperature=0.6, presence_penalty=0.4, logprobs=3, min_tokens=9, logit_bias={EOS: 4.0}
+    ),
+    SamplingParams(n=2, max_tokens=30, temperature=0.9, stop=["e", "<", "ab"], min_tokens=3),
+    SamplingParams(max_tokens=1),
+    SamplingParams(max_tokens=2, temperature=0),
+]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"page_size": 1},
+    {"page_size": 64},
+    {"num_kv_slots": 160},
+    {"num_kv_slots": 96, "page_size": 1},
+    {"max_num_rows": 3},
+    {"max_num_rows": 40},
+    {"looks_ahead": True},
+    {"enable_prefix_caching": False},
+    {"attention": "deft:flatten"},
+    {"attention": "medusa"},
+    {"attention": "specinfer"},
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[SamplingParams], Any]:
+    """What plain decoding makes of all prompts."""
+    known: dict[str, Any] = {}
+
+    def outputs(params: SamplingParams) -> Any:
+        if repr(params) not in known:
+            known[repr(params)] = tiny_llm(MODEL).generate(PROMPTS, params)
+        return known[repr(params)]
+
+    return outputs
+
+
+DRAFTERS: dict[str, Callable[[Any], Any]] = {
+    "told": lambda outputs: Told(paths(outputs)),
+    "deep": lambda outputs: Told(paths(outputs), depth=40, decoys=0),
+    "wrong": lambda outputs: Wrong(Told(paths(outputs), decoys=0)),
+    "noise": lambda outputs: Noise(),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "ngram"])
+def test_what_is_decoded_is_what_plain_decoding_gives(drafter, options, plain):
+    for each in SAMPLED if not options or drafter in ("told", "ngram") else SAMPLED[:2]:
+        expected = plain(each)
+        if drafter == "ngram":
+            llm = tiny_llm(MODEL, speculate=Speculation("ngram", 16, adaptive=False), **options)
+        else:
+            llm = guessing(DRAFTERS[drafter](expected), **options)
+        outputs = llm.generate(PROMPTS, each)
+        same(outputs, expected)
+        usages = [output.tree.usage for output in outputs]
+        if drafter in ("told", "deep") and options.get("max_num_rows", 1024) > 40 and "num_kv_slots" not in options:
+            longest = max(len(branch.token_ids) for output in expected for branch in output.outputs)
+            assert max(usage.steps for usage in usages) < longest or longest < 4
+        if drafter == "wrong" and each.n == 1:
+            assert not any(usage.accepted_tokens for usage in usages)
+        idle(llm)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_right_guesses_through_any_child_leave_keys_that_are_right(page_size, plain):
+    """What was guessed right is never computed again, and what is decoded afterwards sees it."""
+    expected = plain(GREEDY)
+    llm = guessing(Told(paths(expected), decoys=3), page_size=page_size)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    same(outputs, expected)
+    for output in outputs:
+        usage = output.tree.usage
+        computed = usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens - 1 - usage.accepted_tokens
+        assert usage.rows <= computed + usage.drafted_tokens
+        assert usage.accepted_length > 3 or usage.completion_tokens < 8
+    idle(llm)
+
+
+def test_guesses_take_as_few_steps_as_they_can():
+    [expected] = tiny_llm(MODEL).generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=31, ignore_eos=True))
+    llm = guessing(Told(paths([expected]), depth=9, decoys=0))
+    [output] = llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=31, ignore_eos=True))
+    usage = output.tree.usage
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    # Ten tokens in the step of the prompt, ten in each of the next two, then the last, for which nothing is guessed.
+    assert (usage.steps, usage.drafts, usage.accepted_tokens, usage.drafted_tokens) == (4, 3, 27, 27)
+    assert usage.accepted_length == 10 and "27 of 27 guesses right, 10.00 tokens" in usage.summary()
+
+
+def test_trees_of_256_guesses_for_three_requests_in_one_step():
+    expected = tiny_llm(MODEL).generate(PROMPTS[:3], GREEDY)
+    llm = guessing(Noise(5), tree_size=256)
+    seen: list[int] = []
+    forward = llm.engine.runner.forward
+    llm.engine.runner.forward = lambda batch, *rest: (seen.append(batch.num_rows), forward(batch, *rest))[1]
+    same(llm.generate(PROMPTS[:3], GREEDY), expected)
+    assert max(seen) >= 512
+    idle(llm)
+
+
+# ------------------------------------------------------------------ ends in the middle of right guesses
+
+
+def test_end_of_text_among_right_guesses():
+    params = SamplingParams(temperature=0, max_tokens=30, logit_bias={EOS: 2.5})
+    expected = tiny_llm(MODEL).generate(PROMPTS, params)
+    ended = [output for output in expected if output.outputs[0].finish_reason == "stop"]
+    assert any(1 < len(output.outputs[0].token_ids) < 25 for output in ended)
+    beyond = [[*path, *[9] * 20] for path in paths(expected)]  # guesses go on where the text has ended
+    llm = guessing(Told(beyond, depth=12))
+    same(llm.generate(PROMPTS, params), expected)
+    idle(llm)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_stop_strings_and_limits_among_right_guesses(size):
+    free = tiny_llm(MODEL).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    texts = [output.outputs[0].text for output in free]
+    stops = [text[7 : 7 + size] for text in texts if len(text) > 20]
+    for params in (
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stops),
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stops, include_stop_str_in_output=True),
+        SamplingParams(temperature=0, max_tokens=5 + size, ignore_eos=True),
+        SamplingParams(
+            temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=[path[-30] for path in paths(free)]
+        ),
+    ):
+        expected = tiny_llm(MODEL).generate(PROMPTS, params)
+        llm = guessing(Told(paths(free), depth=12))
+        outputs = llm.generate(PROMPTS, params)
+        same(outputs, expected)
+        assert "".join(llm.stream(PROMPTS[2], params)) == expected[2].outputs[0].text
+        idle(llm)
+
+
+def test_the_context_ends_among_right_guesses():
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    expected = tiny_llm(MODEL, max_model_len=50).generate(PROMPTS, params)
+    free = tiny_llm(MODEL).generate(PROMPTS, SamplingParams(temperature=0, ignore_eos=True, max_tokens=80))
+    llm = guessing(Told(paths(free), depth=12), max_model_len=50)
+    same(llm.generate(PROMPTS, params), expected)
+    idle(llm)
+
+
+@pytest.mark.parametrize("drafter", ["told", "noise"])
+def test_grammars_hold_among_guesses(drafter):
+    pytest.importorskip("llguidance")
+    for grammar in (
+        Grammar.regex(r"[a-c]{3}(xy|z)+[0-9]{2,6}"),
+        Grammar.choice(["abcdef", "abcxyz", "qrs"]),
+        Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+    ):
+        for params in (
+            SamplingParams(temperature=0, max_tokens=30, grammar=grammar),
+            SamplingParams(temperature=1.0, max_tokens=30, n=2, grammar=grammar, min_tokens=8),
+        ):
+            expected = tiny_llm(MODEL).generate(PROMPTS[:6], params)
+            llm = guessing(Told([[*p, 50, 51] for p in paths(expected)], depth=8) if drafter == "told" else Noise())
+            outputs = llm.generate(PROMPTS[:6], params)
+            same(outputs, expected)
+            if drafter == "told":
+                assert sum(output.tree.usage.accepted_tokens for output in outputs) > 6
+            idle(llm)
+
+
+# ------------------------------------------------------------------ trees, other requests, faults
+
+
+async def _wild(root: Any, seen: list[Any]) -> list[list[int]]:
+    """Fork, prune, append, score, search, stream and cut what is being decoded."""
+    wide = SamplingParams(max_tokens=14, temperature=0.7, ignore_eos=True)
+    branches = await generate(root.fork(5), wide)
+    branches = keep(branches, [round(branch.logprob, 1) for branch in branches], 3)
+    twins = [twin for branch in branches for twin in branch.fork(2)]
+    first = [branches[0].fork(at=branches[0].num_tokens - 4)[0].append([3, 4])]
+
+    async def reader(branch: Any) -> None:
+        params = SamplingParams(max_tokens=20, temperature=0, stop=["e"])
+        seen.append("".join([piece async for piece in stream(branch, params)]))
+
+    async def scorer(branch: Any) -> None:
+        seen.append([[round(value, 2) for value in row] for row in await score([branch], [5, 6], ["ab", "c"])])
+
+    await gather(
+        generate(twins[:4], wide),
+        decode([twins[4]], Greedy(SamplingParams(max_tokens=9))),
+        decode(twins[5].fork(), BeamSearch(BeamSearchParams(3, max_tokens=5))),
+        generate(first, SamplingParams(temperature=0, max_tokens=11)),
+        reader(root.fork()[0]),
+        scorer(branches[1]),
+    )
+    await call(int)
+    twins[1].prune()
+    await generate([branch for branch in twins[:4] if branch.alive], SamplingParams(max_tokens=6, temperature=0))
+    return [branch.token_ids for branch in [*twins[:5], *first] if branch.alive]
+
+
+def wild(llm: LLM) -> Any:
+    seen: list[Any] = []
+    requests = [llm.engine.add(lambda root: _wild(root, seen), prompt, seed=i) for i, prompt in enumerate(PROMPTS[:5])]
+    while llm.engine.requests:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    idle(llm)
+    return [request.result for request in requests], [request.error for request in requests], sorted(map(str, seen))
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 1}, {"num_kv_slots": 320}, {"looks_ahead": True}], ids=str)
+def test_every_live_branch_of_a_program_may_have_guesses(options):
+    expected = wild(tiny_llm(MODEL))
+    for llm in (
+        guessing(Noise(3), **options),
+        tiny_llm(MODEL, speculate=Speculation("ngram", 12, adaptive=False), **options),
+        tiny_llm(MODEL, speculate=Speculation("ngram:shared", 12, adaptive=False), **options),
+        tiny_llm(MODEL, speculate="ngram", **options),
+    ):
+        assert wild(llm) == expected
+
+
+def test_a_tree_that_was_preempted_goes_on_with_guesses():
+    """Interior keys are lost and computed again, several rows of one node at once, guesses beside them."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = [[i, *range(1, 40)] for i in range(5)]
+    expected = tiny_llm(MODEL).generate(prompts, params)
+    llm = guessing(Told(paths(expected), depth=6), num_kv_slots=16 * 17)
+    same(llm.generate(prompts, params), expected)
+    assert llm.engine.scheduler.num_preemptions > 0
+    idle(llm)
+
+
+def test_without_room_a_step_goes_without_guesses():
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    [expected] = tiny_llm(MODEL).generate([PROMPTS[0]], params)
+    llm = guessing(Told(paths([expected])), num_kv_slots=16 * 4)
+    same(llm.generate([PROMPTS[0]], params), [expected])
+    idle(llm)
+
+
+def test_requests_that_only_draw_beside_those_that_do_not():
+    """Beam search, scores and a long prompt in chunks in the same steps."""
+
+    async def program(root):
+        return [branch.token_ids for branch in await decode(root.fork(), BeamSearch(BeamSearchParams(4, max_tokens=9)))]
+
+    def story(llm):
+        llm.engine.scheduler.max_num_rows = 24
+        requests = [llm.engine.add(program, PROMPTS[1]), llm.engine.add(program, list(range(1, 100)))]
+
+        async def plain(root):
+            return [branch.token_ids for branch in await generate([root], GREEDY)]
+
+        requests += [llm.engine.add(plain, prompt) for prompt in PROMPTS[2:5]]
+        while llm.engine.requests:
+            llm.engine.step()
+        idle(llm)
+        return [request.result for request in requests]
+
+    expected = story(tiny_llm(MODEL))
+    assert story(guessing(Noise(2))) == expected
+    assert story(tiny_llm(MODEL, speculate=Speculation("ngram", 8, adaptive=False))) == expected
+
+
+def test_aborted_and_failing_requests_leave_nothing():
+    class Mischief(Exception):
+        pass
+
+    class Failing(Noise):
+        def draft(self, stems, size, step):
+            step.lend(20)
+            raise Mischief
+
+    llm = guessing(Noise(4))
+
+    async def program(root):
+        await generate(root.fork(3), SamplingParams(max_tokens=100, ignore_eos=True))
+
+    requests = [llm.engine.add(program, prompt) for prompt in PROMPTS[:4]]
+    for step in range(8):
+        llm.engine.step()
+        if step == 3:
+            llm.engine.abort(requests[1])
+        llm.engine.check_integrity()
+    drafter, llm.engine.speculator.drafter = llm.engine.speculator.drafter, Failing()
+    with pytest.raises(Mischief):
+        llm.engine.step()
+    llm.engine.check_integrity()
+    llm.engine.speculator.drafter = drafter
+    llm.engine.step()
+    for request in requests:
+        llm.engine.abort(request)
+    idle(llm)
+
+
+@pytest.mark.parametrize("where", ["forward", "read", "choose"])
+def test_steps_that_fail_leave_no_guess_behind(where, monkeypatch):
+    expected = tiny_llm(MODEL).generate(PROMPTS[:3], GREEDY)
+    llm = guessing(Told(paths(expected)))
+    broken = iter([False, False, True, False, False, True])
+
+    def failing(function):
+        def run(*given):
+            if next(broken, False):
+                raise KeyboardInterrupt
+            return function(*given)
+
+        return run
+
+    async def program(root):
+        return [branch.token_ids for branch in await generate([root], GREEDY)]
+
+    if where == "forward":
+        llm.engine.runner.forward = failing(llm.engine.runner.forward)
+    elif where == "read":
+        monkeypatch.setattr(Choices, "read", failing(Choices.read))
+    else:
+        monkeypatch.setattr(decoding, "choose", failing(decoding.choose))
+    requests = [llm.engine.add(program, prompt) for prompt in PROMPTS[:3]]
+    interrupts = 0
+    while llm.engine.requests:
+        try:
+            llm.engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        llm.engine.check_integrity()
+    assert interrupts == 2
+    assert [request.result for request in requests] == [[output.outputs[0].token_ids] for output in expected]
+    idle(llm)
+
+
+def test_logits_that_are_no_numbers_fail_their_own_request_only():
+    expected = tiny_llm(MODEL).generate(PROMPTS[:3], GREEDY)
+    llm = guessing(Told(paths(expected)))
+    forward = llm.engine.runner.forward
+    victim = llm.engine.add(lambda root: _greedy(root), PROMPTS[1])
+    others = [llm.engine.add(lambda root: _greedy(root), PROMPTS[i]) for i in (0, 2)]
+
+    def poisoned(batch, *rest):
+        logits = forward(batch, *rest).clone()
+        for growth, rows in batch.growths:
+            if growth.tenant is victim.tree and victim.tree.num_decoded > 8:
+                logits[growth.first : growth.first + len(rows)] = torch.nan
+        return logits
+
+    llm.engine.runner.forward = poisoned
+    while llm.engine.requests:
+        llm.engine.step()
+        llm.engine.check_integrity()
+    assert "not numbers" in str(victim.error) and victim.tree.num_decoded < 40
+    assert [request.result for request in others] == [expected[i].outputs[0].token_ids for i in (0, 2)]
+    idle(llm)
+
+
+async def _greedy(root: Any) -> list[int]:
+    [branch] = await generate([root], GREEDY)
+    return branch.token_ids
+
+
+def test_budgets_count_every_token():
+    async def program(root):
+        await limit(generate([root], SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)), tokens=30)
+
+    [expected] = tiny_llm(MODEL).generate([PROMPTS[0]], SamplingParams(temperature=0, ignore_eos=True, max_tokens=60))
+    llm = guessing(Told(paths([expected]), depth=7))
+    request = llm.engine.add(program, PROMPTS[0])
+    while llm.engine.requests:
+        llm.engine.step()
+    assert "has used 3" in str(request.error) and 30 <= request.tree.num_decoded <= 37
+    idle(llm)
+
+
+# ------------------------------------------------------------------ settings
+
+
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="speculate: 'psychic' is not one of ngram"):
+        tiny_llm(MODEL, speculate="psychic")
+    with pytest.raises(ValueError, match=r"speculate: 'ngram' looks in the request's tree.* none in 'moon'"):
+        tiny_llm(MODEL, speculate="ngram:moon")
+    with pytest.raises(ValueError, match="neither the name of a drafter nor a Speculation"):
+        tiny_llm(MODEL, speculate=3)
+    with pytest.raises(ValueError, match="'contiguous' does not lend"):
+        tiny_llm(MODEL, speculate="ngram", pool="contiguous")
+
+
+def test_a_store_is_shared_within_a_namespace():
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    llm = tiny_llm(MODEL, speculate=Speculation("ngram:shared", 16, adaptive=False), enable_prefix_caching=False)
+    [first] = llm.generate([PROMPTS[2]], params, namespace="a")
+    [again] = llm.generate([PROMPTS[2]], params, namespace="a")
+    [other] = llm.generate([PROMPTS[2]], params, namespace="b")
+    steps = [output.tree.usage.steps for output in (first, again, other)]
+    assert steps[1] < 6 < steps[0] == steps[2]
+
+
+def test_adaptive_guessing_changes_nothing_and_rests_where_it_does_not_pay():
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = tiny_llm(MODEL).generate(PROMPTS, params)
+    llm = guessing(Wrong(Told(paths(expected))), adaptive=True)
+    outputs = llm.generate(PROMPTS, params)
+    same(outputs, expected)
+    assert llm.engine.speculator.pace.trust < 0.9
+    idle(llm)
