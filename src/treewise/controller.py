@@ -223,6 +223,8 @@ class Drawing:
     Attributes
     ----------
     params : SamplingParams
+    in_step : bool
+        Whether all leaves go on by one token in each step; otherwise each goes on by itself, as fast as it can.
     observe : callable or None
         Called with the path of each leaf that is drawn for, and the self-certainty of the distribution before the
         token, see `treewise.choices.Choice`.
@@ -230,6 +232,7 @@ class Drawing:
 
     params: SamplingParams
     stopping: SamplingParams
+    in_step = False
     observe: Callable[[tuple[int, ...], float], None] | None = None
 
     def draws(self, depth: int) -> bool:
@@ -461,6 +464,7 @@ class Replay(Drawing):
 
     def __init__(self, schedule: Schedule, max_tokens: int | None = None) -> None:
         self.params = self.stopping = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        self.in_step = True
         self._ends = {span.end for span in schedule.spans}
         self._depth_first: list[
             tuple[Span, list[int]]

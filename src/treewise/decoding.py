@@ -154,14 +154,17 @@ class DecodeRun:
             return False
         return self.stopping.grammar is None and self.stopping.logprobs is None
 
-    def stem(self, lane: Lane | Thicket) -> Stem | None:
-        """Return the leaf of `lane` as drafters see it, None if nothing is to be guessed of what follows it."""
-        if self.drawing is None or self._assumed or isinstance(lane, Thicket):
+    def stem(self, lane: Lane | Thicket, place: int) -> Stem | None:
+        """Return the leaf of `lane` as drafters see it, None if nothing is to be guessed of what follows it.
+
+        `place` is where its logits will stand in the runner's answer.
+        """
+        if isinstance(lane, Thicket) or self._assumed or self.drawing is None or cast(Drawing, self.controller).in_step:
             return None
         leaf = self._lanes[lane]
         track = self.tracks[leaf]
         room = track.limit - leaf.num_tokens - 1  # behind the last token that it may have, no guess is of use
-        return Stem(leaf, leaf.end(), room, track.constraint) if room > 0 else None
+        return Stem(leaf, leaf.end(), place, max(0, room), track.constraint)
 
     def draw(self, first: int, drafts: Mapping[Branch, Draft]) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:
         """Return how to draw the next token of each leaf that has its logits, and from which row of which logits.

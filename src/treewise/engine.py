@@ -249,7 +249,9 @@ class Engine:
             try:
                 batch = self._guess(batch, deliveries, waiting)
                 plans = self.runner.plan(batch, self.kv)
-                logits = self.runner.forward(batch, plans, self.kv, None if drawn is None else drawn.choices.tokens)
+                tokens = None if drawn is None else drawn.choices.tokens
+                see = None if self.speculator is None else self.speculator.see
+                logits = self.runner.forward(batch, plans, self.kv, tokens, see)
             except BaseException:
                 # Nobody knows which keys were written or moved: all are computed again, should anybody step on.
                 self._settle_all()
@@ -272,8 +274,8 @@ class Engine:
             return batch
         stems = [
             stem
-            for lane, _, _ in deliveries
-            if isinstance(run := waiting[lane], DecodeRun) and (stem := run.stem(lane)) is not None
+            for lane, _, places in deliveries
+            if isinstance(run := waiting[lane], DecodeRun) and (stem := run.stem(lane, places[-1])) is not None
         ]
         drafts = self.speculator.draft(batch, stems, self.scheduler.max_num_rows - batch.num_rows)
         return batch.beside(drafts) if drafts else batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 from weakref import ReferenceType, ref
 
@@ -117,7 +117,14 @@ class Runner:
         return plans
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        plans: Plans,
+        kv: KVManager,
+        drawn: Tensor | None = None,
+        see: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """Compute `batch` and store the keys of its rows; nothing waits for the device.
 
         Parameters
@@ -127,13 +134,18 @@ class Runner:
         kv : KVManager
         drawn : Tensor [any], int64, optional
             Tokens that the host does not know: ``-1 - i`` in the batch stands for the ``i``-th.
+        see : callable, optional
+            Called with what comes before the output head, see `hidden`; the next forward overwrites it.
 
         Returns
         -------
         Tensor
             Logits of ``batch.logit_rows`` [logit rows, vocabulary], see `CausalLM.logits`.
         """
-        return self.model.logits(self.hidden(batch, plans, kv, drawn))
+        hidden = self.hidden(batch, plans, kv, drawn)
+        if see is not None:
+            see(hidden)
+        return self.model.logits(hidden)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None) -> Tensor:

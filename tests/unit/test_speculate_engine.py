@@ -243,6 +243,28 @@ def test_guesses_take_as_few_steps_as_they_can():
     assert usage.accepted_length == 10 and "27 of 27 guesses right, 10.00 tokens" in usage.summary()
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_drafters_get_the_hidden_states_that_have_chosen_the_newest_tokens(looks_ahead):
+    expected = tiny_llm(MODEL).generate(PROMPTS, GREEDY)
+    seen: list[int] = []
+
+    class Watching(Told):
+        wants_hidden = True
+
+        def draft(self, stems, size, step):
+            for stem in stems:
+                if stem.hidden is not None:
+                    chosen = MODEL.logits(stem.hidden).argmax(-1).tolist()
+                    assert chosen == stem.tokens[-len(chosen) :]
+                    seen.append(len(chosen))
+            return super().draft(stems, size, step)
+
+    llm = guessing(Watching(paths(expected)), looks_ahead=looks_ahead)
+    same(llm.generate(PROMPTS, GREEDY), expected)
+    assert max(seen) == 6  # five right guesses, and the token behind them
+    idle(llm)
+
+
 def test_trees_of_256_guesses_for_three_requests_in_one_step():
     expected = tiny_llm(MODEL).generate(PROMPTS[:3], GREEDY)
     llm = guessing(Noise(5), tree_size=256)

@@ -30,6 +30,8 @@ class Stem:
         To know the leaf again in the next step, and its ancestors: a fork has its parent's path.
     node : Node
         In which the path ends. All tokens of the path have slots, the pending one too.
+    place : int
+        Where the logits of its row will stand in the runner's answer.
     room : int
         How deep guesses are of use.
     constraint : Constraint or None
@@ -43,6 +45,7 @@ class Stem:
 
     branch: Branch
     node: Node
+    place: int
     room: int
     constraint: Constraint | None = None
     hidden: Tensor | None = None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from treewise.batch import Batch
 from treewise.branch import Branch
@@ -35,6 +38,9 @@ class Speculator:
         self.tree_size = tree_size
         self.pace = Pace() if adaptive else None
         self._drafts: list[Draft] = []  # of the step under way
+        self._stems: Sequence[Stem] = []  # likewise
+        self._hidden: Tensor | None = None  # likewise, of the rows whose logits are wanted
+        self._verified: WeakKeyDictionary[Branch, Tensor] = WeakKeyDictionary()  # hidden rows behind the newest tokens
         self._step: Step | None = None
         self._num_rows = 0  # of the step, 0 where it is more than decoding
         self._began = self._guessing = 0.0
@@ -56,11 +62,15 @@ class Speculator:
     def draft(self, batch: Batch, stems: Sequence[Stem], rows_left: int) -> list[Draft]:
         """Return guesses of what follows some of `stems`, as rows that `batch` can have beside its own."""
         self._num_rows = batch.num_rows if batch.is_decoding else 0
+        self._stems = stems
         if self.pace is not None and self.pace.resting:
             self.pace.pass_by()
             return []
+        stems = [stem for stem in stems if stem.room]
         if not 0 < len(stems) <= rows_left:
             return []
+        for stem in stems:
+            stem.hidden = self._verified.get(stem.branch)
         self._step = Step(batch, self.kv)
         start = perf_counter()
         try:
@@ -74,8 +84,14 @@ class Speculator:
             self._num_rows += sum(len(draft.rows) for draft in self._drafts)
         return self._drafts
 
+    def see(self, hidden: Tensor) -> None:
+        """Keep the step's last hidden states [logit rows, hidden size], if the drafter wants them."""
+        if self.drafter.wants_hidden:
+            self._hidden = hidden.clone()
+
     def finish(self) -> list[Draft]:
         """End the step: nodes take over the keys of right guesses, all else is given back; return its guesses."""
+        self._keep_hidden()
         drafts, self._drafts = self._drafts, []
         step, self._step = self._step, None
         if step is not None:
@@ -91,6 +107,24 @@ class Speculator:
                 self.pace.drafted(self._guessing)
                 self.pace.verified([draft.tree.reach for draft in drafts], [len(draft.accepted) for draft in drafts])
         return drafts
+
+    def _keep_hidden(self) -> None:
+        """Remember the hidden states that have chosen the newest tokens of each leaf."""
+        hidden, self._hidden = self._hidden, None
+        stems, self._stems = self._stems, []
+        self._verified.clear()
+        if hidden is None or not stems:
+            return
+        drafts = self.drafts
+        rows = [
+            [stem.place, *(draft.first + node for node in draft.accepted)]
+            if (draft := drafts.get(stem.branch)) is not None
+            else [stem.place]
+            for stem in stems
+        ]
+        together = torch.tensor([place for own in rows for place in own]).to(hidden.device, non_blocking=True)
+        parts = hidden.index_select(0, together).split([len(own) for own in rows])
+        self._verified.update(zip((stem.branch for stem in stems), parts, strict=True))
 
     @staticmethod
     def _allowed(stems: Sequence[Stem], trees: Sequence[TokenTree], size: int) -> list[Draft]:
