@@ -156,9 +156,9 @@ class Batch:
             node = node.parent
         return total
 
-    def add(self, node: Node, end: int, owner: object) -> None:
-        """Compute the tokens of `node` up to `end` that have no keys yet."""
-        span = Span(node, node.computed, end, True, owner)
+    def add(self, node: Node, end: int, owner: object, start: int | None = None) -> None:
+        """Compute the tokens of `node` from `start`, by default those that have no keys yet, up to `end`."""
+        span = Span(node, node.computed if start is None else start, end, True, owner)
         self._stored[node] = (self.num_rows, span)
         self._append(span)
 
@@ -200,6 +200,11 @@ class Batch:
             batch.logit_rows.extend(range(batch.num_rows, batch.num_rows + len(each.rows)))
             batch.num_rows += len(each.rows)
         return batch
+
+    def then(self, growths: Sequence[tuple[Growth, Ints]]) -> Batch:
+        """Return a batch of rows of `growths` alone, all logits of which are wanted, that follows this one."""
+        rows = range(sum(len(entries) for _, entries in growths))
+        return Batch(growths=list(growths), num_rows=len(rows), logit_rows=list(rows), _stored=self._stored)
 
     def grow(self, kv: KVManager) -> None:
         """Move every row, each the last token of a leaf, on to the one token that the leaf has gained since.

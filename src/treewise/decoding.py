@@ -159,12 +159,14 @@ class DecodeRun:
 
         `place` is where its logits will stand in the runner's answer.
         """
-        if isinstance(lane, Thicket) or self._assumed or self.drawing is None or cast(Drawing, self.controller).in_step:
+        params = self.drawing
+        if isinstance(lane, Thicket) or self._assumed or params is None or cast(Drawing, self.controller).in_step:
             return None
         leaf = self._lanes[lane]
-        track = self.tracks[leaf]
-        room = track.limit - leaf.num_tokens - 1  # behind the last token that it may have, no guess is of use
-        return Stem(leaf, leaf.end(), place, max(0, room), track.constraint)
+        room = (
+            self.tracks[leaf].limit - leaf.num_tokens - 1
+        )  # behind the last token that it may have, no guess is of use
+        return Stem(leaf, leaf.end(), place, max(0, room), self._row(leaf, params, params.has_penalties))
 
     def draw(self, first: int, drafts: Mapping[Branch, Draft]) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:
         """Return how to draw the next token of each leaf that has its logits, and from which row of which logits.
@@ -185,7 +187,7 @@ class DecodeRun:
             row = self._row(leaf, params, params.has_penalties)
             draws.append((row, own.place))
             if own.draft is not None:
-                rows = own.draft.sampling_rows(row)
+                rows = own.draft.sampling_rows()
                 draws += [(guess, (own.place[0], own.draft.first + node)) for node, guess in enumerate(rows)]
         return draws
 

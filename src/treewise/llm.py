@@ -19,7 +19,6 @@ from treewise.config import BeamSearchParams, SamplingParams, Speculation
 from treewise.constraint import Lexicon
 from treewise.engine import Engine, Request
 from treewise.kv import CacheStatistics, KVManager, make_pool
-from treewise.kv.contiguous import ContiguousPool
 from treewise.live import LiveTree
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.operations import Limits
@@ -29,7 +28,7 @@ from treewise.runner import Runner
 from treewise.sampler import Candidates, row_key
 from treewise.search.beams import beams
 from treewise.sizing import default_slots
-from treewise.speculate.drafters import make_drafter
+from treewise.speculate.drafters import prepare
 from treewise.speculate.speculator import Speculator
 from treewise.tree import Forest
 from treewise.turns import Conversation, Message, opens_reply
@@ -150,13 +149,21 @@ class LLM:
             raise ValueError(f"max_model_len: {max_model_len} is not within 1 to the model's {config.max_positions}")
         self.max_model_len = config.max_positions if max_model_len is None else max_model_len
         kv_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or causal_lm.dtype
+        settings = _speculation(speculate, pool)
+        drafter = None if settings is None else prepare(settings.drafter, causal_lm, self.tokenizer)
         if num_kv_slots is None:
-            num_kv_slots = default_slots(causal_lm, kv_dtype, page_size, max_num_rows, gpu_memory_utilization)
+            beside = 0 if drafter is None else drafter.bytes_per_token
+            num_kv_slots = default_slots(
+                causal_lm, kv_dtype, page_size, max_num_rows, gpu_memory_utilization, bytes_beside=beside
+            )
         slots = make_pool(pool, num_kv_slots, page_size)
         runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype, cuda_graphs)
         eos_token_ids = self.tokenizer.eos_token_ids
         lexicon = Lexicon(self.tokenizer, config.vocab_size, eos_token_ids)
         kv = KVManager(Forest(), slots, enable_prefix_caching)
+        speculator = None
+        if settings is not None and drafter is not None:
+            speculator = Speculator(drafter.make(runner, max_num_rows), kv, settings.tree_size, settings.adaptive)
         self.engine = Engine(
             runner,
             kv,
@@ -164,7 +171,7 @@ class LLM:
             Limits(eos_token_ids, self.max_model_len, config.vocab_size, lexicon),
             max_num_rows,
             seed,
-            None if speculate is None else _speculator(speculate, runner, kv),
+            speculator,
         )
         self._streams: dict[BranchTree, deque[tuple[Branch, str]]] = {}
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.describe().items()))
@@ -534,14 +541,14 @@ async def _sample(root: Branch, params: SamplingParams) -> tuple[list[Candidates
     return prompt, await generate(root.fork(params.n), replace(params, n=1))
 
 
-def _speculator(speculate: str | Speculation, runner: Runner, kv: KVManager) -> Speculator:
-    """Return what guesses for an engine."""
+def _speculation(speculate: str | Speculation | None, pool: str) -> Speculation | None:
+    """Return how to guess, checked."""
     settings = Speculation(speculate) if isinstance(speculate, str) else speculate
-    if not isinstance(settings, Speculation):
+    if not isinstance(settings, Speculation | None):
         raise ValueError(f"speculate: {speculate!r} is neither the name of a drafter nor a Speculation")
-    if isinstance(kv.pool, ContiguousPool):
+    if settings is not None and pool == "contiguous":
         raise ValueError("speculate: guesses borrow slots, which the pool 'contiguous' does not lend; choose 'paged'")
-    return Speculator(make_drafter(settings.drafter, runner), kv, settings.tree_size, settings.adaptive)
+    return settings
 
 
 def _with_notes(error: BaseException) -> str:

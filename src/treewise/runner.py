@@ -54,6 +54,8 @@ class Runner:
         Of keys and values, over all layers.
     graphs : GraphCache or None
         Captured steps of decoding, where asked for.
+    followers : list of callable
+        Called with every `Copy`, the runner's own first: whoever keeps something under the same slots.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Runner:
         self.k = _zeros(shape, self.kv_dtype, self.device)
         self.v = _zeros(shape, self.kv_dtype, self.device)
         self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
+        self.followers: list[Callable[[Copy], None]] = [self.copy]
         self._refuse_unsupported()
         is_gpu = self.device.type == "cuda"
         if cuda_graphs and not is_gpu:
@@ -150,8 +153,7 @@ class Runner:
     @torch.inference_mode()
     def hidden(self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None) -> Tensor:
         """Do what `forward` does up to the output head, whose rows [logit rows, hidden] this returns."""
-        for copy in kv.take_copies():
-            self._copy(copy)
+        self.move(kv)
         known = np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv)))
         unknown = np.flatnonzero(known[0] < 0)
         arrays = upload({"rows": known, "unknown": unknown, "choices": ~known[0, unknown]}, self.device)
@@ -164,6 +166,20 @@ class Runner:
             return hidden if wanted is None else hidden.index_select(0, wanted)
         tokens, positions, slots = rows
         return self._compute(tokens, positions, slots, plans, wanted)
+
+    @torch.inference_mode()
+    def move(self, kv: KVManager) -> None:
+        """Move keys and values, and what else lies under their slots, that must be elsewhere by the next forward."""
+        for copy in kv.take_copies():
+            for follow in self.followers:
+                follow(copy)
+
+    def copy(self, copy: Copy) -> None:
+        """Move keys and values of this runner."""
+        source, target = self._upload(copy.source), self._upload(copy.target)
+        for pool in (self.k, self.v):
+            raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool  # not every operation knows 8-bit floats
+            raw[:, target] = raw[:, source]
 
     def _compute(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, plans: Plans, wanted: Tensor | None = None
@@ -210,12 +226,6 @@ class Runner:
             backend = get_backend(plan.backend, self.device)
             if reasons := backend.unsupported(AttentionSpec.of(plan)):
                 raise ValueError(f"attention: {self.attention!r} cannot serve this model: {'; '.join(reasons)}")
-
-    def _copy(self, copy: Copy) -> None:
-        source, target = self._upload(copy.source), self._upload(copy.target)
-        for pool in (self.k, self.v):
-            raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool  # not every operation knows 8-bit floats
-            raw[:, target] = raw[:, source]
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         return upload({"array": np.ascontiguousarray(array, np.int64)}, self.device)["array"]

@@ -364,6 +364,21 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
     return tokens
 
 
+def leanings(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Tensor:
+    """Return what `sample` takes the arg-max of, float32 [rows, vocab], but for the cuts of min-p, top-k and top-p.
+
+    Of another model's logits, this is what to guess a row's token by: the noise that it will be drawn with is known.
+    """
+    logits = edited_logits(logits.float(), rows, eos_token_ids)
+    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if not drawn:
+        return logits
+    mine = [rows[i] for i in drawn]
+    scaled = logits[drawn] / _column([row.params.temperature for row in mine], logits)
+    scaled += _gumbel(mine, logits.shape[-1], logits.device)
+    return logits.index_copy(0, torch.tensor(drawn, device=logits.device), scaled)
+
+
 @dataclass(frozen=True)
 class Distributions:
     """What rows believe of their next tokens, ready for the question which of many rows' tokens are the likeliest.

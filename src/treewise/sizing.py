@@ -15,7 +15,12 @@ PARTIALS = 4
 
 
 def default_slots(
-    model: CausalLM, kv_dtype: torch.dtype, page_size: int, max_num_rows: int, gpu_memory_utilization: float
+    model: CausalLM,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    max_num_rows: int,
+    gpu_memory_utilization: float,
+    bytes_beside: int = 0,
 ) -> int:
     """Return the slots that fit, a multiple of the page size.
 
@@ -30,6 +35,8 @@ def default_slots(
     page_size, max_num_rows : int
     gpu_memory_utilization : float
         Share of the GPU's memory that weights, steps and pool may take together.
+    bytes_beside : int
+        What else lies under each slot.
 
     Raises
     ------
@@ -38,7 +45,7 @@ def default_slots(
     """
     if not 0 < gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization}; it must be above 0 and at most 1")
-    per_token = bytes_per_token(model, kv_dtype)
+    per_token = bytes_per_token(model, kv_dtype) + bytes_beside
     if model.device.type != "cuda":
         return max(CPU_POOL_BYTES // per_token // page_size, 2) * page_size
     step = step_bytes(model, max_num_rows)

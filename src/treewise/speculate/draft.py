@@ -32,7 +32,7 @@ class Draft:
     begin : int
         Length of the path behind which the guesses stand.
     slot : int32 [nodes]
-        Where the keys of the guesses go.
+        Where the keys of the guesses go, -1 where that is not known yet.
     first : int
         Where the logits of its first row stand in the runner's answer.
     accepted : list of int
@@ -48,7 +48,7 @@ class Draft:
         self.begin = stem.node.end
         self.token = tree.tokens
         self.length = self.begin + tree.depths
-        self.slot: Slots = np.full(len(tree), -1, np.int32) if tree.slots is None else tree.slots
+        self.slot: Slots = np.full(len(tree), -1, np.int32) if tree.slots is None else tree.slots.copy()
         self.rows = np.arange(len(tree))
         self.first = 0
         self.accepted: list[int] = []
@@ -61,9 +61,9 @@ class Draft:
         """Return the guesses as nodes of one token each."""
         return Shape(self.tree.parents.copy(), np.ones(len(self.tree), np.int64), self.slot, rows)
 
-    def sampling_rows(self, row: SamplingRow) -> list[SamplingRow]:
-        """Return how the token behind each guess is chosen, where `row` says so of the one behind the path."""
-        params, key, position, num_tokens, prompt, output, _ = row
+    def sampling_rows(self) -> list[SamplingRow]:
+        """Return how the token behind each guess is chosen."""
+        params, key, position, num_tokens, prompt, output, _ = self.stem.row
         rows = []
         for node, (depth, constraint) in enumerate(zip(self.tree.depths.tolist(), self.constraints, strict=True)):
             mine = [*output, *self.tree.path(node)] if params.has_penalties else ()

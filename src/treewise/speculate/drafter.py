@@ -11,8 +11,8 @@ from torch import Tensor
 
 from treewise.batch import Batch
 from treewise.branch import Branch
-from treewise.constraint import Constraint
 from treewise.kv import KVManager, Slots
+from treewise.sampler import SamplingRow
 from treewise.speculate.trees import Ints, TokenTree
 from treewise.tree import Node
 
@@ -34,8 +34,8 @@ class Stem:
         Where the logits of its row will stand in the runner's answer.
     room : int
         How deep guesses are of use.
-    constraint : Constraint or None
-        How far the leaf's text has come in its grammar; guesses that it refuses are left out.
+    row : SamplingRow
+        How the token behind the pending one will be chosen; guesses that its grammar refuses are left out.
     hidden : Tensor [verified, hidden size] or None
         On the device: the model's last hidden states, behind the last norm, of the rows that have chosen the leaf's
         newest tokens, in order: as many as the last step has verified, so that the last of them is of the token before
@@ -47,7 +47,7 @@ class Stem:
     node: Node
     place: int
     room: int
-    constraint: Constraint | None = None
+    row: SamplingRow
     hidden: Tensor | None = None
 
     @property

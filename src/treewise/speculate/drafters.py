@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.runner import Runner
+from treewise.sizing import bytes_per_token
 from treewise.speculate.drafter import Drafter
+from treewise.speculate.model import ModelDrafter
 from treewise.speculate.ngram import NgramDrafter
 
 
-def _ngram(what: str, runner: Runner) -> Drafter:
-    if what not in ("", "shared"):
-        raise ValueError(f"speculate: 'ngram' looks in the request's tree, 'ngram:shared' in all, and none in {what!r}")
-    return NgramDrafter(shared=what == "shared")
+class Prepared(NamedTuple):
+    """A drafter whose weights are loaded, before there is an engine.
+
+    Attributes
+    ----------
+    bytes_per_token : int
+        What it keeps under each slot.
+    make : callable
+        Returns the drafter for an engine, given its runner and the most rows of a step.
+    """
+
+    bytes_per_token: int
+    make: Callable[[Runner, int], Drafter]
 
 
-DRAFTERS: dict[str, tuple[str, Callable[[str, Runner], Drafter]]] = {
-    "ngram": ("ngram", _ngram),
-}
-"""How each kind is written, and what makes one for the model of a runner of what stands behind the kind's colon."""
-
-
-def make_drafter(name: str, runner: Runner) -> Drafter:
-    """Return the drafter of a name such as ``ngram`` or ``draft:smollm2-135m``.
+def prepare(name: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
+    """Load the drafter of a name such as ``ngram`` or ``draft:smollm2-135m`` for a model.
 
     Raises
     ------
@@ -32,4 +39,45 @@ def make_drafter(name: str, runner: Runner) -> Drafter:
     kind, _, what = name.partition(":")
     if kind not in DRAFTERS:
         raise ValueError(f"speculate: {name!r} is not one of {', '.join(usage for usage, _ in DRAFTERS.values())}")
-    return DRAFTERS[kind][1](what, runner)
+    return DRAFTERS[kind][1](what, model, tokenizer)
+
+
+def _ngram(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
+    if what not in ("", "shared"):
+        raise ValueError(f"speculate: 'ngram' looks in the request's tree, 'ngram:shared' in all, and none in {what!r}")
+    return Prepared(0, lambda runner, max_num_rows: NgramDrafter(shared=what == "shared"))
+
+
+def _draft(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
+    if not what:
+        raise ValueError("speculate: 'draft' needs a model behind it, such as draft:smollm2-135m")
+    smaller, theirs = load_model(what, dtype=str(model.dtype).removeprefix("torch."), device=model.device)
+    check_same_tokens(tokenizer, theirs, what)
+    return Prepared(
+        bytes_per_token(smaller, smaller.dtype),
+        lambda runner, max_num_rows: ModelDrafter(smaller, runner, max_num_rows),
+    )
+
+
+def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, name: str) -> None:
+    """Refuse a model whose tokens mean something else.
+
+    Raises
+    ------
+    ValueError
+        If a token stands for other bytes.
+    """
+    shared = range(min(ours.vocab_size, theirs.vocab_size))
+    other = next((token for token in shared if ours.token_bytes(token) != theirs.token_bytes(token)), None)
+    if other is not None:
+        raise ValueError(
+            f"speculate: the tokens of {name} are not those of the model: {other} is "
+            f"{theirs.token_bytes(other)!r}, not {ours.token_bytes(other)!r}"
+        )
+
+
+DRAFTERS: dict[str, tuple[str, Callable[[str, CausalLM, Tokenizer], Prepared]]] = {
+    "ngram": ("ngram", _ngram),
+    "draft": ("draft:MODEL", _draft),
+}
+"""How each kind is written, and what loads one, given what stands behind the kind's colon, for a model."""

@@ -6,8 +6,9 @@ import heapq
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
-from treewise.branch import Branch, BranchTree
+from treewise.branch import BranchTree
 from treewise.speculate.drafter import Stem, Step
+from treewise.speculate.paths import PathStates
 from treewise.speculate.trees import EMPTY, TokenTree
 
 MOST_COUNTED = 32
@@ -189,9 +190,7 @@ class NgramDrafter:
         self.shared = shared
         self.capacity = capacity
         self._stores: dict[str, SuffixAutomaton] = {}
-        self._known: WeakKeyDictionary[BranchTree, tuple[SuffixAutomaton, dict[Branch, list[int]]]] = (
-            WeakKeyDictionary()
-        )
+        self._known: WeakKeyDictionary[BranchTree, tuple[SuffixAutomaton, PathStates]] = WeakKeyDictionary()
 
     def draft(self, stems: Sequence[Stem], size: int, step: Step) -> list[TokenTree]:
         """See `Drafter.draft`."""
@@ -199,9 +198,10 @@ class NgramDrafter:
         for stem in stems:
             tree = stem.branch.tree
             if tree not in self._known:
-                self._known[tree] = self._store(tree.namespace), {}
-            automaton, ends = self._known[tree]
-            guesses.append(automaton.guess(self._read(automaton, ends, stem.branch), size, stem.room))
+                automaton = self._store(tree.namespace)
+                self._known[tree] = automaton, PathStates(automaton.append)
+            automaton, states = self._known[tree]
+            guesses.append(automaton.guess(states.along(stem.branch)[-1], size, stem.room))
         return guesses
 
     def _store(self, namespace: str) -> SuffixAutomaton:
@@ -210,21 +210,3 @@ class NgramDrafter:
         if namespace not in self._stores or len(self._stores[namespace]) > self.capacity:
             self._stores[namespace] = SuffixAutomaton()
         return self._stores[namespace]
-
-    def _read(self, automaton: SuffixAutomaton, ends: dict[Branch, list[int]], branch: Branch) -> int:
-        """Read what `branch` has gained since it was read last; return the state in which its path ends."""
-        above = 0
-        for each in branch.lineage():
-            states = ends.setdefault(each, [])
-            if each.parent is not None:
-                origin = each.parent
-                while origin.parent is not None and each.start <= origin.start:
-                    origin = origin.parent
-                above = ends[origin][each.start - origin.start - 1]
-            # A fork may have come off an ancestor that went on: what that has gained is read as well.
-            state = states[-1] if states else above
-            for token in each.tokens[len(states) :]:
-                state = automaton.append(state, token)
-                states.append(state)
-        states = ends[branch]
-        return states[-1] if states else above

@@ -131,7 +131,7 @@ class Speculator:
         """Return the guesses that are of use and that grammars let come, without slots."""
         drafts = []
         for stem, tree in zip(stems, trees, strict=True):
-            tree, constraints = within_grammar(tree.best(size, stem.room), stem.constraint)
+            tree, constraints = within_grammar(tree.best(size, stem.room), stem.row.constraint)
             if len(tree):
                 drafts.append(Draft(stem, tree, constraints))
         return drafts
@@ -149,11 +149,11 @@ class Speculator:
             ends = np.cumsum([len(draft.rows) for draft in drafts])
             parts = [np.flatnonzero(part) for part in np.split(chosen, ends[:-1])]
             drafts = [draft.take(nodes) for draft, nodes in zip(drafts, parts, strict=True) if len(nodes)]
-        bare = [draft for draft in drafts if draft.tree.slots is None]
+        bare = [draft for draft in drafts if (draft.slot < 0).any()]
         if bare:
-            ends = np.cumsum([len(draft.rows) for draft in bare])
+            ends = np.cumsum([int((draft.slot < 0).sum()) for draft in bare])
             for draft, slots in zip(bare, np.split(step.lend(int(ends[-1])), ends[:-1]), strict=True):
-                draft.slot = slots
+                draft.slot[draft.slot < 0] = slots
         return list(drafts)
 
     def _adopt(self, draft: Draft, keys: Slots) -> None:

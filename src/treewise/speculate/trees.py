@@ -30,7 +30,7 @@ class TokenTree:
     probabilities : float64 [nodes]
         How likely the drafter thinks each token is, given that all above it are right.
     slots : int32 [nodes] or None
-        Where the drafter has keys of its own for the nodes, lent by `Step.lend`; the model's keys go there too.
+        Where the drafter has keys of its own for nodes, lent by `Step.lend`, where the model's go too; -1 is anywhere.
 
     Examples
     --------
