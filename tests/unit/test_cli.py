@@ -16,7 +16,7 @@ import treewise.llm
 from treewise.cli import app, main
 from treewise.cli.options import ModelOptions
 from treewise.cli.search import parse_settings
-from treewise.config import BeamSearchParams
+from treewise.config import BeamSearchParams, Speculation
 from treewise.grammar import Grammar
 from treewise.results import CompletionOutput, ProgramOutput, RequestOutput, Tree, TreeNode, Usage
 from treewise.search import Strategy, Trajectory
@@ -88,6 +88,7 @@ def test_every_field_of_the_engine_has_a_flag(monkeypatch):
     parameters = inspect.signature(treewise.llm.LLM.__init__).parameters
     flags = {item.name: item.default for item in fields(ModelOptions)}
     flags["seed"] = flags.pop("engine_seed")
+    assert flags.pop("tree_size") == Speculation().tree_size  # a part of `speculate`
     # A tokenizer comes with a model that is in memory, which no flag can name.
     named = [name for name in parameters if name not in ("self", "tokenizer")]
     assert flags == {name: parameters[name].default for name in named}
@@ -99,6 +100,11 @@ def test_generate_streams(capsys):
     prompt, params = FakeLLM.asked
     assert (prompt, params.temperature, params.stop) == ("Where?", 0, ("a", "b"))
     assert FakeLLM.options["page_size"] == 1 and FakeLLM.options["seed"] == 0
+
+
+def test_generate_speculates():
+    main(["generate", "Where?", "--speculate", "draft:small", "--tree-size", "12"])
+    assert FakeLLM.options["speculate"] == Speculation("draft:small", 12) and "tree_size" not in FakeLLM.options
 
 
 def test_generate_reads_standard_input(capsys, monkeypatch):

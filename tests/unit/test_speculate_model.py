@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 from test_speculate_engine import GREEDY, MODEL, PROMPTS, guessing, same, wild
 from tiny import dense_logits, idle, tiny_llm, tiny_model
 
-from treewise import SamplingParams, generate
+from treewise import SamplingParams, Speculation, generate
 from treewise.llm import LLM
 from treewise.speculate import drafters, model
 from treewise.speculate.model import DEPTH, ModelDrafter
+from treewise.speculate.trees import TokenTree
 
 
 def noisy(scale: float, layers: int = 2) -> Any:
@@ -25,10 +28,10 @@ def noisy(scale: float, layers: int = 2) -> Any:
     return other
 
 
-def assisted(smaller: Any, tree_size: int = 64, max_num_rows: int | None = None, **options: Any) -> LLM:
+def assisted(smaller: Any, tree_size: int = 64, chunk: int | None = None, **options: Any) -> LLM:
     llm = guessing(None, tree_size, **options)
     engine = llm.engine
-    engine.speculator.drafter = ModelDrafter(smaller, engine.runner, max_num_rows or engine.scheduler.max_num_rows)
+    engine.speculator.drafter = ModelDrafter(smaller, engine.runner, chunk or engine.scheduler.max_num_rows)
     return llm
 
 
@@ -40,7 +43,7 @@ SAMPLED = [
 ]
 
 
-OPTIONS = [{}, {"page_size": 1}, {"num_kv_slots": 240}, {"max_num_rows": 9}, {"looks_ahead": True}]
+OPTIONS = [{}, {"page_size": 1}, {"num_kv_slots": 240}, {"max_num_rows": 9}, {"chunk": 9}, {"looks_ahead": True}]
 
 
 @pytest.mark.parametrize(
@@ -134,10 +137,67 @@ def test_a_long_prompt_is_read_in_chunks():
     prompt = [random.Random(3).randrange(1, 100) for _ in range(200)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = tiny_llm(MODEL).generate([prompt], params)
-    llm = assisted(noisy(0.0), max_num_rows=64)
+    llm = assisted(noisy(0.0), max_num_rows=64, chunk=48)
     [output] = outputs = llm.generate([prompt], params)
     same(outputs, expected)
     assert output.tree.usage.accepted_tokens > 10
+    idle(llm)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64])
+@pytest.mark.parametrize("drafter", ["ngram", "ngram:shared", "model"])
+def test_two_hundred_prompts(drafter, page_size):
+    draw = random.Random(page_size)
+    prompts = [
+        [draw.randrange(1, 100) for _ in range(draw.randrange(1, 12))] * draw.randrange(1, 4) for _ in range(200)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    options: Any = {"num_kv_slots": 1 << 16, "max_num_rows": 8192, "page_size": page_size}
+    expected = tiny_llm(MODEL, **options).generate(prompts, params)
+    if drafter == "model":
+        llm = assisted(noisy(0.05), tree_size=12, **options)
+    else:
+        llm = tiny_llm(MODEL, speculate=Speculation(drafter, 12, adaptive=False), **options)
+    outputs = llm.generate(prompts, params)
+    same(outputs, expected)
+    assert sum(output.tree.usage.accepted_tokens for output in outputs) > 200
+    idle(llm)
+
+
+class Likely:
+    """Guesses a text that the model may well draw."""
+
+    wants_hidden = False
+
+    def __init__(self, texts: dict[tuple[int, ...], float]) -> None:
+        self.texts, self.draw = texts, random.Random(0)
+
+    def draft(self, stems: Any, size: int, step: Any) -> list[TokenTree]:
+        several = [self.draw.choices(list(self.texts), list(self.texts.values()), k=2) for _ in stems]
+        return [TokenTree.of([*one[:2], *other[:2]], [-1, 0, -1, 2]) for one, other in several]
+
+
+@pytest.mark.parametrize("drafter", ["likely", "model"])
+def test_sampled_texts_have_the_distribution_of_the_model(drafter):
+    """Chi-square of whole texts of three tokens, each the fourth-likeliest at most, that were drawn with guesses."""
+    params = SamplingParams(temperature=1.5, top_k=4, max_tokens=3, ignore_eos=True)
+    prompt, count = [5, 9, 5, 9, 5], 4000
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for text, odds in expected.items():
+            best = dense_logits(MODEL, [*prompt, *text])[-1].topk(4)
+            for token, share in zip(best.indices.tolist(), (best.values / 1.5).softmax(-1).tolist(), strict=True):
+                longer[(*text, token)] = odds * share
+        expected = longer
+    options: Any = {"num_kv_slots": 1 << 17, "max_num_rows": 1 << 16, "page_size": 1}
+    llm = assisted(noisy(0.2), 4, **options) if drafter == "model" else guessing(Likely(expected), 4, **options)
+    [output] = llm.generate([prompt], replace(params, n=count))
+    seen = Counter(tuple(branch.token_ids) for branch in output.outputs)
+    assert output.tree.usage.accepted_tokens > count / 20 and set(seen) <= set(expected)
+    cells = [(seen[text], odds * count) for text, odds in expected.items() if odds * count >= 5]
+    statistic = sum((number - mean) ** 2 / mean for number, mean in cells)
+    assert statistic < len(cells) + 4 * (2 * len(cells)) ** 0.5
     idle(llm)
 
 

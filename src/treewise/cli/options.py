@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from treewise.config import BeamSearchParams, SamplingParams
+from treewise.config import BeamSearchParams, SamplingParams, Speculation
 from treewise.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -173,6 +173,11 @@ class ModelOptions:
         Replay steps of decoding as CUDA graphs; what a GPU does if left out.
     engine_seed : int
         Root of the random streams of requests that have no seed of their own.
+    speculate : str
+        Who guesses what follows, so that a step may verify several tokens: ngram, ngram:shared or draft:MODEL; nobody
+        if left out.
+    tree_size : int
+        The most guesses for one branch and step.
     """
 
     model: str = "smollm2-135m"
@@ -189,12 +194,17 @@ class ModelOptions:
     enable_prefix_caching: bool = True
     cuda_graphs: bool | None = None
     engine_seed: int = 0
+    speculate: str | None = None
+    tree_size: int = 64
 
     def load(self) -> LLM:
         """Load the model, saying so on a terminal."""
         from treewise.llm import LLM
 
         fields = asdict(self)
+        tree_size = fields.pop("tree_size")
+        if self.speculate is not None:
+            fields["speculate"] = Speculation(self.speculate, tree_size)
         with working(f"Loading {self.model}"):
             llm = LLM(seed=fields.pop("engine_seed"), **fields)
         # What lives as long as the process need not be searched for garbage: a third of a step's bookkeeping otherwise.
