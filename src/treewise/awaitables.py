@@ -90,8 +90,15 @@ def decode(branches: Iterable[Branch], controller: Controller) -> Decode:
     return Decode(branches, controller)
 
 
-def generate(branches: Iterable[Branch], params: SamplingParams | None = None) -> Decode:
-    """Let each of `branches` go on by itself; the same as ``decode(branches, Sample(params))``.
+def generate(branches: Iterable[Branch], params: SamplingParams | None = None, *, in_step: bool = False) -> Decode:
+    """Let each of `branches` go on by itself; the same as ``decode(branches, Sample(params, in_step))``.
+
+    Parameters
+    ----------
+    branches : iterable of Branch
+    params : SamplingParams, optional
+    in_step : bool
+        Let all go on by one token in each step, without guesses of what follows, see `LLM`'s ``speculate``.
 
     Raises
     ------
@@ -101,7 +108,7 @@ def generate(branches: Iterable[Branch], params: SamplingParams | None = None) -
     params = SamplingParams() if params is None else params
     if params.n != 1:
         raise ValueError(f"n: {params.n} continuations of a branch are branch.fork({params.n})")
-    return Decode(branches, Sample(params))
+    return Decode(branches, Sample(params, in_step))
 
 
 async def score(branches: Iterable[Branch], prompt: str | Sequence[int], choices: Sequence[str]) -> list[list[float]]:

@@ -264,10 +264,18 @@ class Ranking:
 
 
 class Sample(Drawing):
-    """Continue every leaf with one token drawn as `params` says."""
+    """Continue every leaf with one token drawn as `params` says.
 
-    def __init__(self, params: SamplingParams) -> None:
+    Parameters
+    ----------
+    params : SamplingParams
+    in_step : bool
+        See `Drawing`.
+    """
+
+    def __init__(self, params: SamplingParams, in_step: bool = False) -> None:
         self.params = self.stopping = params
+        self.in_step = in_step
 
     def step(self, tree: TreeView, logprobs: Tensor) -> Rows:
         """Draw from the raw logits: penalties and cuts come before their own normalisation."""

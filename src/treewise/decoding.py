@@ -154,19 +154,25 @@ class DecodeRun:
             return False
         return self.stopping.grammar is None and self.stopping.logprobs is None
 
+    @property
+    def speculates(self) -> bool:
+        """Whether what follows leaves may be guessed."""
+        return isinstance(self.controller, Drawing) and not self.controller.in_step
+
     def stem(self, lane: Lane | Thicket, place: int) -> Stem | None:
         """Return the leaf of `lane` as drafters see it, None if nothing is to be guessed of what follows it.
 
         `place` is where its logits will stand in the runner's answer.
         """
         params = self.drawing
-        if isinstance(lane, Thicket) or self._assumed or params is None or cast(Drawing, self.controller).in_step:
+        if params is None or isinstance(lane, Thicket) or self._assumed or not self.speculates:
             return None
         leaf = self._lanes[lane]
-        room = (
-            self.tracks[leaf].limit - leaf.num_tokens - 1
-        )  # behind the last token that it may have, no guess is of use
-        return Stem(leaf, leaf.end(), place, max(0, room), self._row(leaf, params, params.has_penalties))
+        room = self.tracks[leaf].limit - leaf.num_tokens
+        if (budget := self.task.tokens_left()) is not None:
+            room = min(room, -(-budget // len(self._lanes)))
+        room = max(0, room - 1)  # behind the last token that it may have, no guess is of use
+        return Stem(leaf, leaf.end(), place, room, self._row(leaf, params, params.has_penalties))
 
     def draw(self, first: int, drafts: Mapping[Branch, Draft]) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:
         """Return how to draw the next token of each leaf that has its logits, and from which row of which logits.

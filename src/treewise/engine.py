@@ -464,8 +464,7 @@ class Engine:
     def _advance(self) -> list[Gain]:
         """Let every run that has the logits for it take its step."""
         gains: list[Gain] = []
-        guessing = self.speculator is not None and not self.speculator.resting
-        if self._drawn is not None and (guessing or not (self.looks_ahead and self._drawn.is_foreseeable)):
+        if self._drawn is not None and not self._may_look_ahead(self._drawn):
             drawn = self._assume()
             gains += self._know(cast(Drawn, drawn))
         for run in [run for run in self.runs if run.ready()]:
@@ -474,6 +473,13 @@ class Engine:
         self.runs = [run for run in self.runs if not self._settle(run)]
         self._enforce_budgets()
         return gains
+
+    def _may_look_ahead(self, drawn: Drawn) -> bool:
+        """Whether the next forward can start before the host knows what was drawn."""
+        guesses = self.speculator is not None and not self.speculator.resting
+        if not self.looks_ahead or (guesses and any(run.speculates for run in drawn.runs)):
+            return False
+        return drawn.is_foreseeable
 
     def _take_step(self, run: Run, step: Callable[[], Gain | None]) -> Gain | None:
         """Let `run` take a step of its; only its own program hears of an error, unless it has heard of another."""

@@ -70,6 +70,11 @@ class Task:
                 return verdict
         return None
 
+    def tokens_left(self) -> int | None:
+        """Return how many tokens may be decoded on behalf of this task; None where that is no limit."""
+        left = [budget.tokens - budget.tokens_used for _, budget in self.budgets if budget.tokens is not None]
+        return min(left, default=None)
+
     def seconds_left(self) -> float | None:
         """Return how long this task may go on waiting; None for as long as it takes."""
         return min((left for _, budget in self.budgets if (left := budget.seconds_left) is not None), default=None)

@@ -25,8 +25,9 @@ from treewise import (
 )
 from treewise.awaitables import decode, score
 from treewise.choices import Choices
-from treewise.controller import BeamSearch, Greedy
+from treewise.controller import BeamSearch, Greedy, Replay
 from treewise.llm import LLM
+from treewise.replay import Schedule
 from treewise.speculate.drafter import Stem, Step
 from treewise.speculate.speculator import Speculator
 from treewise.speculate.trees import EMPTY, TokenTree
@@ -542,8 +543,42 @@ def test_budgets_count_every_token():
     request = llm.engine.add(program, PROMPTS[0])
     while llm.engine.requests:
         llm.engine.step()
-    assert "has used 3" in str(request.error) and 30 <= request.tree.num_decoded <= 37
+    assert "has used 30 of its 30" in str(request.error) and request.tree.num_decoded == 30
+    assert request.steps < 6
     idle(llm)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_nothing_is_guessed_where_all_leaves_are_to_go_on_in_step(looks_ahead):
+    expected = tiny_llm(MODEL).generate([PROMPTS[0]], GREEDY)
+    llm = guessing(Told(paths(expected)), looks_ahead=looks_ahead)
+
+    async def program(root):
+        return [branch.token_ids for branch in await generate([root], GREEDY, in_step=True)]
+
+    request = llm.engine.add(program, PROMPTS[0])
+    while llm.engine.requests:
+        llm.engine.step()
+    assert request.result == [expected[0].outputs[0].token_ids] and not request.usage().drafts
+    idle(llm)
+
+
+def test_recorded_trees_are_replayed_as_recorded():
+    """Their nodes branch at recorded steps, whatever could be guessed."""
+    schedule = Schedule.from_json([[-19, 0, [1, 2]], [1, 8, [3, 4]], [1, 12, []], [9, 15, []], [9, 13, []]])
+
+    def story(llm):
+        request = llm.engine.add(lambda root: _replayed(root, schedule), PROMPTS[1])
+        while llm.engine.requests:
+            llm.engine.step()
+        idle(llm)
+        return request.result, request.steps
+
+    assert story(guessing(Noise(1))) == story(tiny_llm(MODEL))
+
+
+async def _replayed(root: Any, schedule: Schedule) -> list[list[int]]:
+    return [branch.token_ids for branch in await decode([root], Replay(schedule))]
 
 
 # ------------------------------------------------------------------ settings

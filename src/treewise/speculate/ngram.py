@@ -201,7 +201,7 @@ class NgramDrafter:
                 automaton = self._store(tree.namespace)
                 self._known[tree] = automaton, PathStates(automaton.append)
             automaton, states = self._known[tree]
-            guesses.append(automaton.guess(states.along(stem.branch)[-1], size, stem.room))
+            guesses.append(automaton.guess(states.last(stem.branch), size, stem.room))
         return guesses
 
     def _store(self, namespace: str) -> SuffixAutomaton:

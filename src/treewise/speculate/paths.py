@@ -24,15 +24,28 @@ class PathStates:
         self.start = start
         self._states: WeakKeyDictionary[Branch, list[int]] = WeakKeyDictionary()  # behind each token of its own
 
+    def last(self, branch: Branch) -> int:
+        """Return the state behind the path of `branch`."""
+        own = self._states.setdefault(branch, [])
+        if not own and branch.parent is not None:
+            state = self.along(branch.parent)[branch.start - 1]
+        else:
+            state = own[-1] if own else self.start
+        return self._read(branch, own, state)
+
     def along(self, branch: Branch) -> list[int]:
         """Return the state behind each token of the path of `branch`."""
         states: list[int] = []
         for each in branch.lineage():
             del states[each.start :]
             own = self._states.setdefault(each, [])
-            state = own[-1] if own else states[-1] if states else self.start
-            for token in each.tokens[len(own) :]:
-                state = self.step(state, token)
-                own.append(state)
+            self._read(each, own, own[-1] if own else states[-1] if states else self.start)
             states += own
         return states
+
+    def _read(self, branch: Branch, own: list[int], state: int) -> int:
+        """Read the tokens that `branch` has gained, the states behind which are not among its `own`."""
+        for token in branch.tokens[len(own) :]:
+            state = self.step(state, token)
+            own.append(state)
+        return state

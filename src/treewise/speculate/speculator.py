@@ -18,6 +18,9 @@ from treewise.speculate.drafter import Drafter, Stem, Step
 from treewise.speculate.pace import Pace
 from treewise.speculate.trees import TokenTree
 
+MOST = 1024
+"""Guesses of a step for all leaves together that a drafter is asked for, unless there are more leaves."""
+
 
 class Speculator:
     """Gives leaves guesses of how they go on, as far as rows and slots are left and it pays.
@@ -74,7 +77,7 @@ class Speculator:
         self._step = Step(batch, self.kv)
         start = perf_counter()
         try:
-            size = min(self.tree_size, rows_left // len(stems))
+            size = min(self.tree_size, rows_left // len(stems), max(1, MOST // len(stems)))
             trees = self.drafter.draft(stems, size, self._step)
             self._guessing = perf_counter() - start
             self._drafts = self._paying(self._allowed(stems, trees, size), self._step)
