@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny import greedy, idle, tiny_llm, tiny_model
 
-from treewise import SamplingParams, attention, decode, generate, runner
+from treewise import SamplingParams, Speculation, attention, decode, generate, runner
 from treewise.graphs import GraphCache, padded
+from treewise.speculate.model import ModelDrafter
 
 MODEL = tiny_model()
 WINDOWS = tiny_model(windows=(None, 9))
@@ -159,3 +160,22 @@ def test_rows_are_padded_to_few_sizes():
     sizes = [padded(rows) for rows in range(1, 8193)]
     assert all(rows <= size <= 2 * rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert len(set(sizes)) < 40
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_guesses_are_verified_from_captures(drafter):
+    prompts = [[7, 1, 9] * 3, [5] * 12]
+    llm = with_graphs(MODEL, 3, speculate=Speculation("ngram", 6, adaptive=False))
+    if drafter == "model":
+        graphs, llm.engine.runner.graphs = llm.engine.runner.graphs, None  # which it would capture on this device
+        assistant = ModelDrafter(tiny_model(), llm.engine.runner, 256)
+        llm.engine.runner.graphs = graphs
+        assistant.runner.graphs = GraphCache(assistant.runner._compute, spare_slot=0, capture=capture)
+        llm.engine.speculator.drafter = assistant
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == greedy(MODEL, prompt, 12)
+        assert output.tree.usage.accepted_tokens > 2
+    graphs = (assistant.runner if drafter == "model" else llm.engine.runner).graphs
+    assert graphs.num_replays > 0
+    idle(llm)
