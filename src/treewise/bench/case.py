@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from treewise.attention import TreeSpec
 from treewise.engine import Program
 from treewise.replay import Schedule, Speculation, total_io
+from treewise.speculate.drafter import Drafter
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Case:
         The most tokens and nodes that have keys at a time.
     work : Schedule, Speculation or None
         The tree of every decode step, where it does not depend on the model.
+    drafter : callable or None
+        Makes what guesses how the paths go on.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Case:
     peak_tokens: int
     peak_nodes: int
     work: Schedule | Speculation | None = None
+    drafter: Callable[[], Drafter] | None = None
 
     def num_slots(self, page_size: int) -> int:
         """Return slots enough, when each node starts on a page of its own and one page is scratch."""

@@ -1,23 +1,28 @@
 """Speculative decoding without a drafter: every step verifies a tree of drafted tokens and accepts as recorded.
 
-A drafted token is a scratch branch of one token that gives its row to the step. A branch cannot take over the keys of
-another, so what was accepted is appended to the prompt's branch and computed once more beside the next drafted tokens:
-a step has about four rows more than drafted tokens.
+A real topology goes the way of all guesses, but that as many of them are taken for right as was recorded. In a star of
+drafted tokens no path is as long as what was accepted. There, a drafted token is a scratch branch of one token that
+gives its row to the step, and what was accepted is appended to the prompt's branch and computed beside the next
+drafted tokens: a step has about four rows more than drafted tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 from torch import Tensor
 
-from treewise.awaitables import decode
+from treewise.awaitables import decode, generate
 from treewise.bench.case import Case
 from treewise.branch import Branch
 from treewise.config import SamplingParams
 from treewise.controller import Rows, TreeView
 from treewise.replay import Recordings
+from treewise.speculate.drafter import Stem, Step
+from treewise.speculate.trees import EMPTY, TokenTree
 
 
 class Verify:
@@ -29,6 +34,53 @@ class Verify:
         """Wait for the tokens; what is accepted was recorded."""
         tree.logits.argmax(dim=-1).tolist()
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedTree(TokenTree):
+    """Guesses of which `right` are right whatever is chosen, and none is left out."""
+
+    right: tuple[int, ...] = ()
+
+    def best(self, size: int, room: int | None = None) -> TokenTree:
+        """Return all of it."""
+        return self
+
+    def accepted(self, choices: Sequence[int]) -> list[int]:
+        """Return what was recorded."""
+        return list(self.right)
+
+
+class RecordedDrafter:
+    """Guesses a tree of one shape behind the token that follows the prompt, and so on, for a single path.
+
+    Parameters
+    ----------
+    parents : sequence of int
+        Of each guess.
+    prompt_tokens : int
+    accepted : sequence of int
+        Tokens by which each step makes the path longer, the one behind the right guesses included.
+    """
+
+    wants_hidden = False
+
+    def __init__(self, parents: Sequence[int], prompt_tokens: int, accepted: Sequence[int]) -> None:
+        self._guesses = TokenTree.of(np.zeros(len(parents), np.int64), parents)
+        deepest = int(np.argmax(self._guesses.depths))
+        self._path = [deepest]  # downwards
+        while (above := parents[self._path[0]]) >= 0:
+            self._path.insert(0, above)
+        self._prompt_tokens = prompt_tokens
+        self._accepted = iter(accepted)
+
+    def draft(self, stems: Sequence[Stem], size: int, step: Step) -> list[TokenTree]:
+        """See `Drafter.draft`."""
+        [stem] = stems
+        if stem.node.end == self._prompt_tokens:
+            return [EMPTY]
+        tree, right = self._guesses, self._path[: next(self._accepted) - 1]
+        return [RecordedTree(tree.tokens, tree.parents, tree.probabilities, right=tuple(right))]
 
 
 def speculation(
@@ -58,13 +110,17 @@ def speculation(
     if topology == "real" and tree_size not in recordings.topologies:
         known = ", ".join(map(str, recordings.topologies))
         raise ValueError(f"tree_size: no real topology has {tree_size} tokens; recorded are {known}")
-    parent = [-1] * tree_size
+    parent, guesses = [-1] * tree_size, recordings.topologies.get(tree_size, [])
     if topology == "real":
-        parent = [-1, *(node + 1 for node in recordings.topologies[tree_size])]  # the first is the root
+        parent = [-1, *(node + 1 for node in guesses)]  # the first is the root
     work = recordings.speculation(parent, prompt_tokens + new_tokens, prompt_tokens)
     work = replace(work, accepted=work.accepted[: max_steps - 1 if max_steps else None])
 
-    async def program(root: Branch) -> None:
+    async def real(root: Branch) -> None:
+        # One token comes with the prompt, and two with the last step, behind which nothing is recorded.
+        await generate([root], SamplingParams(temperature=0.0, max_tokens=sum(work.accepted) + 3, ignore_eos=True))
+
+    async def star(root: Branch) -> None:
         await decode([root], Verify())  # the prompt
         for accepted in (*work.accepted, 0):
             await _verify(root, parent)
@@ -74,7 +130,7 @@ def speculation(
     drafted, most = len(parent), max(work.accepted, default=0)
     return Case(
         f"speculation, {topology} of {tree_size}",
-        program,
+        real if topology == "real" else star,
         prompt_tokens,
         longest=final + drafted,
         widest=drafted + most,
@@ -82,6 +138,7 @@ def speculation(
         peak_tokens=final + drafted,
         peak_nodes=drafted + 1,
         work=work,
+        drafter=partial(RecordedDrafter, guesses, prompt_tokens, (*work.accepted, 2)) if topology == "real" else None,
     )
 
 

@@ -17,6 +17,8 @@ from treewise.bench.meter import Meter, Step
 from treewise.bench.steps import Weights, summarise
 from treewise.bench.subject import Loaded, Subject
 from treewise.bench.workloads import samples
+from treewise.config import MAX_TREE_SIZE
+from treewise.speculate.speculator import Speculator
 
 Facts = dict[str, Any]
 Run = Callable[[Any, int], Facts]
@@ -46,6 +48,7 @@ class Watched:
         if any(case.work is None for case in cases):  # beams share more than is known in advance
             slots = min(slots, subject.default_slots(loaded, widest))
         llm = subject.engine(loaded, method, widest, num_kv_slots=slots, enable_prefix_caching=False)
+        self.engine = llm.engine
         self.runner = llm.engine.runner
         self.meter = Meter(llm)
         self.machine = machine
@@ -60,6 +63,9 @@ class Watched:
         """Run a request; ``as_recorded`` says whether its steps read what its recording says, None if there is none."""
         prompt = random_prompt(case.prompt_tokens, self.vocab_size, seed)
         captured, replayed = self.graph_counts()
+        self.engine.speculator = None
+        if case.drafter is not None:
+            self.engine.speculator = Speculator(case.drafter(), self.engine.kv, MAX_TREE_SIZE, adaptive=False)
         steps = self.meter.run(case.program, prompt, seed)
         decoding = [step for step in steps if step.rows and not step.prompt]
         self.first = self.first or decoding
