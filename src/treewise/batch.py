@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,18 +51,22 @@ class Growth(Protocol):
         """Return what the entries `rows` see of this as nodes, and perhaps more."""
 
 
+@runtime_checkable
 class Guesses(Growth, Protocol):
     """A growth all of which is computed at once.
 
     Attributes
     ----------
     rows : int64 [rows]
-        All its entries.
+        All its entries, depth first.
+    below : int64 [rows]
+        How many of them see the token of each, itself included: that many from it on.
     first : int
         Where the logits of the first row stand in the runner's answer.
     """
 
     rows: Ints
+    below: Ints
     first: int
 
 
@@ -200,6 +204,19 @@ class Batch:
             batch.logit_rows.extend(range(batch.num_rows, batch.num_rows + len(each.rows)))
             batch.num_rows += len(each.rows)
         return batch
+
+    def stems(self) -> list[tuple[Node, Guesses | None]] | None:
+        """Return the leaf of each row that is no guess, and the guesses behind it; None if there is more to the batch.
+
+        Guesses come in the order of their leaves.
+        """
+        if not self.growths or self._num_span_rows != len(self.spans):
+            return None
+        guesses = {growth.bases[0]: growth for growth, _ in self.growths if isinstance(growth, Guesses)}
+        nodes = [span.node for span in self.spans if span.store and not span.node.children]
+        stems = [(node, guesses.get(node)) for node in nodes]
+        ordered = [growth for _, growth in stems if growth is not None] == [growth for growth, _ in self.growths]
+        return stems if ordered and len(nodes) == len(self.spans) else None
 
     def then(self, growths: Sequence[tuple[Growth, Ints]]) -> Batch:
         """Return a batch of rows of `growths` alone, all logits of which are wanted, that follows this one."""

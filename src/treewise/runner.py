@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 from weakref import ReferenceType, ref
 
@@ -20,6 +21,7 @@ from treewise.kv import Copy, KVManager, Slots
 from treewise.models import CausalLM
 from treewise.ops import Heads, rotate_and_store
 from treewise.plan.data import upload
+from treewise.stems import StemPlanner
 
 ROOM = 32
 """Tokens that branches may append on a GPU before a new plan is made."""
@@ -87,6 +89,8 @@ class Runner:
         wants_graphs = is_gpu if cuda_graphs is None else cuda_graphs
         self.graphs = GraphCache(self._compute, spare_slot=0) if wants_graphs else None
         self.room = ROOM if is_gpu and attention not in ("medusa", "specinfer", "vanilla") else 0
+        windows = set(model.config.layer_windows)
+        self.stems = StemPlanner(partial(self._plan, room=0)) if self.room and windows == {None} else None
         # The batch planned last, which belongs to others; how far it had grown; its plans.
         self._planned: tuple[ReferenceType[Batch], int, Plans] | None = None
 
@@ -115,7 +119,9 @@ class Runner:
                     plan.grow(slots)
                 self._planned = planned, batch.grown, plans
                 return plans
-        plans = self._plan(*batch.tree_spec(kv), self.room if batch.can_grow else 0)
+        if self.stems is not None and (stems := batch.stems()) is not None:
+            return self.stems.plan(stems, kv)
+        plans = self._plan(*batch.tree_spec(kv), room=self.room if batch.can_grow else 0)
         self._planned = ref(batch), batch.grown, plans
         return plans
 
@@ -196,7 +202,7 @@ class Runner:
 
         return cast(Tensor, self.model(tokens, positions, attend, wanted))
 
-    def _plan(self, spec: TreeSpec, slots: Slots | None, room: int) -> Plans:
+    def _plan(self, spec: TreeSpec, slots: Slots | None, open_tokens: int = 0, *, room: int) -> Plans:
         config = self.model.config
         return {
             window: plan_tree(
@@ -212,6 +218,7 @@ class Runner:
                 device=self.device,
                 window=window,
                 room=room,
+                open_tokens=open_tokens,
             )
             for window in set(config.layer_windows)
         }
@@ -222,7 +229,7 @@ class Runner:
 
     def _refuse_unsupported(self) -> None:
         """Plan the smallest of trees and ask the backend whether it would run it, before anything is served."""
-        for plan in self._plan(TreeSpec(parent=[-1], length=[1], query_node=[0]), None, 0).values():
+        for plan in self._plan(TreeSpec(parent=[-1], length=[1], query_node=[0]), None, room=0).values():
             backend = get_backend(plan.backend, self.device)
             if reasons := backend.unsupported(AttentionSpec.of(plan)):
                 raise ValueError(f"attention: {self.attention!r} cannot serve this model: {'; '.join(reasons)}")

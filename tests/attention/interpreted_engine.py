@@ -5,6 +5,8 @@ Collected by `test_triton.py` in a process of its own, under TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tiny import greedy, idle, tiny_llm, tiny_model
@@ -12,6 +14,9 @@ from tiny import greedy, idle, tiny_llm, tiny_model
 from treewise import SamplingParams, Speculation, attention, decode, generate, runner
 from treewise.graphs import GraphCache, padded
 from treewise.speculate.model import ModelDrafter
+from treewise.speculate.speculator import Speculator
+from treewise.speculate.trees import TokenTree
+from treewise.stems import StemPlanner
 
 MODEL = tiny_model()
 WINDOWS = tiny_model(windows=(None, 9))
@@ -107,6 +112,36 @@ def test_drafted_trees_are_verified_by_replays():
     [result], [expected] = (some.run(program, [list(range(1, 20))]) for some in (llm, tiny_llm(MODEL)))
     assert result.value == expected.value
     assert llm.engine.runner.graphs.num_replays > 2
+    idle(llm)
+
+
+def test_one_plan_serves_guesses_of_any_shape_between_replays():
+    class Guesser:
+        """Five guesses a step, the first of which are right now and then."""
+
+        wants_hidden = False
+
+        def draft(self, stems, size, step):
+            trees = []
+            for stem in stems:
+                ahead = next(own for own in expected if own[: len(stem.tokens)] == stem.tokens)[len(stem.tokens) :]
+                right = ahead[: len(ahead) % 4]
+                wrong = [(place % (len(right) + 1)) - 1 for place in range(5 - len(right))]
+                tokens = [*right, *(90 + place for place in range(len(wrong)))]
+                trees.append(TokenTree.of(tokens, [*range(-1, len(right) - 1), *wrong]))
+            return trees
+
+    prompts = [[7, 1, 9], list(range(1, 30))]
+    expected = [prompt + greedy(MODEL, prompt, 16) for prompt in prompts]
+    llm, made = with_graphs(MODEL, 2), []
+    runner = llm.engine.runner
+    make = partial(runner._plan, room=0)
+    runner.stems = StemPlanner(lambda *given: (made.append(given), make(*given))[1])
+    llm.engine.speculator = Speculator(Guesser(), llm.engine.kv, 64, adaptive=False)
+    for prompt, own in zip(prompts, expected, strict=True):
+        [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+        assert prompt + output.outputs[0].token_ids == own
+    assert len(made) < runner.graphs.num_replays
     idle(llm)
 
 

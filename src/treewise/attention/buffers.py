@@ -88,6 +88,8 @@ class PlanBuffers:
             **arrays,
             num_slots=0,
             room=np.zeros((0, 0), np.int64),
+            open_indptr=np.zeros(1, np.int64),
+            open_places=np.zeros(0, np.int64),
             tensors={name: array.clone() for name, array in upload(arrays | extra, plan.device).items()},
             prepared={TritonBackend.name: work._replace(launches=launches)},
         )

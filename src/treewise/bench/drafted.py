@@ -38,12 +38,16 @@ class Verify:
 
 @dataclass(frozen=True, eq=False)
 class RecordedTree(TokenTree):
-    """Guesses of which `right` are right whatever is chosen, and none is left out."""
+    """Guesses, depth first, of which `right` are right whatever is chosen, and none is left out."""
 
     right: tuple[int, ...] = ()
 
     def best(self, size: int, room: int | None = None) -> TokenTree:
         """Return all of it."""
+        return self
+
+    def depth_first(self) -> TokenTree:
+        """Return it as it is."""
         return self
 
     def accepted(self, choices: Sequence[int]) -> list[int]:
@@ -66,10 +70,9 @@ class RecordedDrafter:
     wants_hidden = False
 
     def __init__(self, parents: Sequence[int], prompt_tokens: int, accepted: Sequence[int]) -> None:
-        self._guesses = TokenTree.of(np.zeros(len(parents), np.int64), parents)
-        deepest = int(np.argmax(self._guesses.depths))
-        self._path = [deepest]  # downwards
-        while (above := parents[self._path[0]]) >= 0:
+        self._guesses = TokenTree.of(np.zeros(len(parents), np.int64), parents).depth_first()
+        self._path = [int(np.argmax(self._guesses.depths))]  # downwards to the deepest
+        while (above := int(self._guesses.parents[self._path[0]])) >= 0:
             self._path.insert(0, above)
         self._prompt_tokens = prompt_tokens
         self._accepted = iter(accepted)

@@ -20,7 +20,7 @@ from treewise.plan.cut import Task
 from treewise.plan.cut import cut as cut_layout
 from treewise.plan.data import ENTRY, FREE_END, IO, KV_START, Plan, merges, upload
 from treewise.plan.devices import default_backend
-from treewise.plan.growth import find_room, with_room
+from treewise.plan.growth import find_open, with_room
 from treewise.plan.layout import lay_out, unpack
 from treewise.plan.spec import TreeSpec, check, integers
 
@@ -59,6 +59,7 @@ def plan_tree(
     chunk: int | None = None,
     row_tile: int | None = None,
     room: int = 0,
+    open_tokens: int = 0,
     backend: str | None = None,
 ) -> Plan:
     """Plan attention of a tree's queries over its tokens.
@@ -93,6 +94,9 @@ def plan_tree(
     room : int
         Tokens that each branch may append by `Plan.grow` before a new plan is needed; 16 or 32 make planning cheap
         while branches only grow. Each query must then sit at the last token of a leaf of its own.
+    open_tokens : int
+        Tokens whose slots are not known yet, nor who sees them: slot ``-1 - i`` stands for the ``i``-th. The tree says
+        who may see them at most; nobody does until `Plan.fill`. Not together with `room` or a window.
     backend : str, optional
         What `run_plan` will run the plan with, one of `treewise.attention.BACKENDS`; default what the method's name
         asks for, else the device's. ``"hopper"`` wants other items than ``"triton"``, but each runs all of them.
@@ -115,13 +119,20 @@ def plan_tree(
             raise ValueError(f"{name} is {limit}; it must be at least 1")
     if room < 0 or (room and mask != "intervals") or (room and method in ("medusa", "vanilla", "specinfer")):
         raise ValueError(f"room is {room}; it must be at least 0, and needs a method with mask='intervals'")
+    if open_tokens < 0 or (
+        open_tokens and (room or window or mask != "intervals" or method in ("medusa", "vanilla", "specinfer"))
+    ):
+        raise ValueError(
+            f"open_tokens is {open_tokens}; it must be at least 0, and needs a method with mask='intervals', "
+            "no room and no window"
+        )
     slot = np.arange(tree.num_tokens, dtype=np.int32)
     num_slots = tree.num_tokens
     if slots is not None:
         given = integers("slots", slots, tree.num_tokens, "one a token, nodes in order")
         num_slots = int(given.max(initial=-1)) + 1
-        if given.min(initial=0) < 0 or num_slots > 2**31:
-            check("slots", given, (given >= 0) & (given < 2**31), "be 0 to 2147483647")
+        if given.min(initial=0) < -open_tokens or num_slots > 2**31:
+            check("slots", given, (given >= -open_tokens) & (given < 2**31), f"be {-open_tokens} to 2147483647")
         slot = given.astype(np.int32)
     if room:
         tree, slot = with_room(tree, slot, room)
@@ -142,9 +153,10 @@ def plan_tree(
     cut = partition.in_launch_order(cut, group_size)
     items, cells = cut.items, cut.layout
     kv_slots, kv_readers = cells.kv_slots, cells.kv_readers
-    place, hidden = find_room(kv_slots, tree.num_queries, room)
+    open_indptr, open_places, hidden = find_open(kv_slots, open_tokens + room * tree.num_queries)
+    place = open_places[: room * tree.num_queries].reshape(room, tree.num_queries)
     room_readers = kv_readers[place[:1].ravel()]
-    if room:
+    if len(hidden):
         kv_slots[hidden] = kv_readers[hidden] = 0
         following = np.append(hidden, len(kv_slots))[np.searchsorted(hidden, items[:, KV_START])]
         items[:, FREE_END] = np.minimum(items[:, FREE_END], following)
@@ -188,6 +200,8 @@ def plan_tree(
         group_tokens=cut.group_tokens,
         kernel_bounds=cut.bounds,
         room=place,
+        open_indptr=open_indptr,
+        open_places=open_places,
         tensors=upload(arrays | masks | extra, device),
         kv_low=kv_low,
         kv_high=kv_high,

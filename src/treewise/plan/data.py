@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treewise.plan.layout import indptr, pairs, ranges, stable_order
+from treewise.plan.layout import indptr, pack, pairs, ranges, stable_order
 from treewise.plan.spec import Ints, integers
 
 # Columns of Plan.items: one row a work item, so that a kernel gets all it needs in one 32-byte load.
@@ -84,6 +84,8 @@ class Plan:
         The rows that do not get their result from one item.
     room : [steps, queries]
         Key tokens that `grow` fills, one row of them a call; nobody sees them before.
+    open_indptr, open_places : [open tokens + 1], [places]
+        The key tokens that stand for each open token, see `fill`; those of a plan with room are its.
     grown : int
         How often the plan has grown.
     tensors : dict
@@ -125,6 +127,8 @@ class Plan:
     mask_words: Ints
     mask_dense: npt.NDArray[np.bool_]
     room: Ints
+    open_indptr: Ints
+    open_places: Ints
     grown: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     prepared: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -173,6 +177,29 @@ class Plan:
         self.prepared.pop("cpu", None)  # it made copies
         self.grown += 1
 
+    def fill(self, tokens: Ints, slots: Ints, low: Ints, high: Ints) -> None:
+        """Say where open tokens are and who sees them, for a plan that was made with some; again, if need be.
+
+        Waits for nothing; a CUDA graph that runs the plan needs no new capture.
+
+        Parameters
+        ----------
+        tokens : int64 [tokens]
+            Numbers of open tokens.
+        slots : int [tokens]
+        low, high : int [tokens]
+            The interval of rows, not queries, that see each; all of them below the token by the plan's tree.
+        """
+        counts = self.open_indptr[tokens + 1] - self.open_indptr[tokens]
+        places = self.open_places[ranges(self.open_indptr[tokens], self.open_indptr[tokens + 1])]
+        slot, first, end = (np.repeat(np.asarray(each, np.int32), counts) for each in (slots, low, high))
+        self.kv_slots[places], self.kv_low[places], self.kv_high[places] = slot, first, end
+        self.num_slots = max(self.num_slots, int(slot.max(initial=-1)) + 1)
+        there = upload({"places": places, "slots": slot, "readers": pack(first, end)}, self.device)
+        self.tensors["kv_slots"].index_copy_(0, there["places"], there["slots"])
+        self.tensors["kv_readers"].index_copy_(0, there["places"], there["readers"])
+        self.prepared.pop("cpu", None)  # it made copies
+
     def visible(self, item: int) -> npt.NDArray[np.bool_]:
         """Decode the mask of one item.
 
@@ -215,7 +242,8 @@ class Plan:
         heads = self.num_kv_heads if heads is None else heads
         rows = (self.items[:, ROW_HIGH] - self.items[:, ROW_LOW]).astype(np.int64)
         tokens = (self.items[:, KV_END] - self.items[:, KV_START]).astype(np.int64)
-        unused = np.sort(self.room[self.grown :], axis=None)  # nobody sees them yet
+        hidden = self.kv_low[self.open_places] == self.kv_high[self.open_places]
+        unused = np.sort(self.open_places[hidden])  # nobody sees them yet
         tokens -= np.searchsorted(unused, self.items[:, KV_END]) - np.searchsorted(unused, self.items[:, KV_START])
         token_bytes = 2 * heads * self.head_dim * kv_size * layers
         row_values = self.num_heads * self.head_dim * layers

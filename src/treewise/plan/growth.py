@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from treewise.plan.layout import indptr, stable_order
 from treewise.plan.spec import Ints, TreeSpec, check
 
 
@@ -37,9 +38,18 @@ def with_room(tree: TreeSpec, slots: Ints, room: int) -> tuple[TreeSpec, Ints]:
     return grown, np.insert(slots, np.repeat(end, room), reserved.ravel())
 
 
-def find_room(kv_slots: Ints, num_queries: int, room: int) -> tuple[Ints, Ints]:
-    """Find where the tokens of `with_room` stand: key tokens [room, queries], and all of them in ascending order."""
-    place = np.empty(room * num_queries, np.int64)
-    token = np.flatnonzero(kv_slots < 0)
-    place[-1 - kv_slots[token]] = token
-    return place.reshape(room, num_queries), token
+def find_open(kv_slots: Ints, num_open: int) -> tuple[Ints, Ints, Ints]:
+    """Find where open tokens, whose slots are ``-1 - number``, stand after the plan was cut.
+
+    Returns
+    -------
+    indptr : [open tokens + 1]
+        Offsets of each token's key tokens.
+    places : [key tokens]
+        Those of the first token, and so on: a token that several tiles of rows read has several.
+    hidden : [key tokens]
+        The same in ascending order.
+    """
+    hidden = np.flatnonzero(kv_slots < 0)
+    number = -1 - kv_slots[hidden].astype(np.int64)
+    return indptr(np.bincount(number, minlength=num_open)), hidden[stable_order(number, num_open)], hidden

@@ -24,6 +24,7 @@ class Draft:
     ----------
     stem : Stem
     tree : TokenTree
+        Depth first.
     constraints : sequence of Constraint, optional
         Of each node, where the leaf has a grammar.
 
@@ -31,6 +32,8 @@ class Draft:
     ----------
     begin : int
         Length of the path behind which the guesses stand.
+    below : int64 [nodes]
+        How many guesses follow each in the order of the rows that depend on it, itself included.
     slot : int32 [nodes]
         Where the keys of the guesses go, -1 where that is not known yet.
     first : int
@@ -48,6 +51,7 @@ class Draft:
         self.begin = stem.node.end
         self.token = tree.tokens
         self.length = self.begin + tree.depths
+        self.below = tree.sizes
         self.slot: Slots = np.full(len(tree), -1, np.int32) if tree.slots is None else tree.slots.copy()
         self.rows = np.arange(len(tree))
         self.first = 0

@@ -134,7 +134,7 @@ class Speculator:
         """Return the guesses that are of use and that grammars let come, without slots."""
         drafts = []
         for stem, tree in zip(stems, trees, strict=True):
-            tree, constraints = within_grammar(tree.best(size, stem.room), stem.row.constraint)
+            tree, constraints = within_grammar(tree.best(size, stem.room).depth_first(), stem.row.constraint)
             if len(tree):
                 drafts.append(Draft(stem, tree, constraints))
         return drafts

@@ -109,6 +109,32 @@ class TokenTree:
         slots = None if self.slots is None else self.slots[nodes]
         return TokenTree(self.tokens[nodes], place[self.parents[nodes]], self.probabilities[nodes], slots)
 
+    @cached_property
+    def sizes(self) -> Ints:
+        """How many nodes stand below each node, itself included."""
+        sizes = np.ones(len(self), np.int64)
+        for node in range(len(self) - 1, -1, -1):
+            if self.parents[node] >= 0:
+                sizes[self.parents[node]] += sizes[node]
+        return sizes
+
+    def depth_first(self) -> TokenTree:
+        """Return the tree with each node right before all that is below it."""
+        place = np.zeros(len(self), np.int64)
+        free = 0  # the next place at the top
+        following = np.zeros(len(self), np.int64)  # the next below each node
+        for node, (above, size) in enumerate(zip(self.parents.tolist(), self.sizes.tolist(), strict=True)):
+            if above < 0:
+                place[node], free = free, free + size
+            else:
+                place[node] = following[above]
+                following[above] += size
+            following[node] = place[node] + 1
+        order = np.argsort(place)
+        parents = np.append(place, -1)[self.parents[order]]
+        slots = None if self.slots is None else self.slots[order]
+        return TokenTree(self.tokens[order], parents, self.probabilities[order], slots)
+
     def path(self, node: int) -> list[int]:
         """Return the tokens that lead to `node`, its own last."""
         tokens: list[int] = []

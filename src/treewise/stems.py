@@ -1,0 +1,123 @@
+"""Plans of steps in which leaves have guesses behind them: one serves many steps, whatever shape the guesses have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from treewise.batch import Guesses
+from treewise.graphs import Plans
+from treewise.kv import KVManager, Slots
+from treewise.plan import TreeSpec
+from treewise.thicket import Ints
+from treewise.tree import Node
+
+ROOM = 64
+"""Tokens by which a leaf may become longer before a new plan is made."""
+
+Stems = Sequence[tuple[Node, Guesses | None]]
+
+
+class _Planned(NamedTuple):
+    """Plans, and what they were made for.
+
+    Attributes
+    ----------
+    plans : Plans
+    sizes : list of int
+        Guesses behind each leaf.
+    lengths : list of int
+        Of the leaves' paths when the plans were made.
+    paths : list of int32 arrays
+        Slots of the paths in the last step.
+    rows : list of int
+        The row of each leaf; those of its guesses follow.
+    """
+
+    plans: Plans
+    sizes: list[int]
+    lengths: list[int]
+    paths: list[Slots]
+    rows: list[int]
+
+    def goes_on(self, stems: Stems, paths: Sequence[Slots]) -> bool:
+        """Whether there is room for these leaves and guesses, and no key has moved."""
+        return self.sizes == _sizes(stems) and all(
+            len(path) <= length + ROOM and np.array_equal(path[: len(last)], last)
+            for length, last, path in zip(self.lengths, self.paths, paths, strict=True)
+        )
+
+    def fill(self, stems: Stems, paths: Sequence[Slots]) -> None:
+        """Tell the plans of the tokens that leaves have gained since the last step, and of the guesses."""
+        parts: list[tuple[Ints, Ints, Ints, Ints]] = []  # open tokens, their slots, their readers
+        free = len(stems) * ROOM
+        for number, ((_, guesses), size, row, length, path) in enumerate(
+            zip(stems, self.sizes, self.rows, self.lengths, paths, strict=True)
+        ):
+            new = np.arange(len(self.paths[number]), len(path))
+            everybody = np.full_like(new, row), np.full_like(new, row + 1 + size)
+            parts.append((number * ROOM + new - length, path[new], *everybody))
+            self.paths[number] = path
+            if guesses is not None:
+                own = row + 1 + np.arange(size)
+                parts.append((free + np.arange(size), guesses.slot[guesses.rows], own, own + guesses.below))
+                free += size
+        for plan in self.plans.values():
+            plan.fill(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+class StemPlanner:
+    """Plans such steps; a plan goes on as long as as many guesses come behind the same leaves, which grow.
+
+    A leaf has room for tokens to come, and one node has room for its guesses. What they see of each other is told in
+    each step by who sees each token (`Plan.fill`), so that it is no part of the plan.
+
+    Parameters
+    ----------
+    make : callable
+        Plans a tree, given the slots of its tokens and how many are open, see `treewise.plan.plan_tree`.
+    """
+
+    def __init__(self, make: Callable[[TreeSpec, Slots, int], Plans]) -> None:
+        self._make = make
+        self._planned: _Planned | None = None
+
+    def plan(self, stems: Stems, kv: KVManager) -> Plans:
+        """Plan a step of these rows, see `Batch.stems`."""
+        slots = {node: kv.slots(node)[: len(node.tokens)] for leaf, _ in stems for node in kv.forest.path(leaf)}
+        paths = [np.concatenate([slots[node] for node in kv.forest.path(leaf)]) for leaf, _ in stems]
+        if self._planned is None or not self._planned.goes_on(stems, paths):
+            self._planned = self._plan_anew(stems, paths, slots)
+        self._planned.fill(stems, paths)
+        return self._planned.plans
+
+    def _plan_anew(self, stems: Stems, paths: list[Slots], slots: Mapping[Node, Slots]) -> _Planned:
+        sizes = _sizes(stems)
+        open_slots = -1 - np.arange(len(stems) * ROOM + sum(sizes), dtype=np.int32)
+        place = {node: number for number, node in enumerate(slots)}  # parents first
+        parent = [-1 if node.parent is None else place[node.parent] for node in slots]
+        tokens = list(slots.values())
+        query_node = [place[leaf] for leaf, _ in stems]
+        for number, node in enumerate(query_node):
+            tokens[node] = np.concatenate([tokens[node], open_slots[number * ROOM :][:ROOM]])
+        offset = [len(tokens[node]) - 1 for node in query_node]
+        free = len(stems) * ROOM
+        for leaf, size in zip(query_node[:], sizes, strict=True):
+            if size:
+                query_node += [len(tokens)] * size
+                offset += [size - 1] * size
+                parent.append(leaf)
+                tokens.append(open_slots[free:][:size])
+                free += size
+        spec = TreeSpec(parent, [len(own) for own in tokens], query_node, offset)
+        plans = self._make(spec, np.concatenate(tokens), len(open_slots))
+        order = next(iter(plans.values())).row_order
+        rows = np.empty_like(order)
+        rows[order] = np.arange(len(order))
+        return _Planned(plans, sizes, [len(path) for path in paths], paths, rows[: len(stems)].tolist())
+
+
+def _sizes(stems: Stems) -> list[int]:
+    return [0 if guesses is None else len(guesses.rows) for _, guesses in stems]
