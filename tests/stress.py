@@ -6,11 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from guesses import Noise, Rivals
 from tiny import dense_logits, tiny_llm, tiny_model
 
 from treewise import Rows, SamplingParams, call, decode, gather, generate, keep
 from treewise.branch import DeadBranchError
 from treewise.engine import Request
+from treewise.speculate.ngram import NgramDrafter
+from treewise.speculate.speculator import Speculator
 
 MODEL = tiny_model(max_positions=96)
 PREFIXES = [[7, 1, 9], [5] * 20, list(range(1, 30)), [*range(1, 20), 3, 3, 3], [11]]
@@ -44,12 +47,17 @@ class Load:
 
     Parameters
     ----------
+    guesses : bool
+        Whether leaves have guesses of what follows, some of them right.
     options
         Of the `LLM`.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, guesses: bool = False, **options: Any) -> None:
         self.llm = tiny_llm(MODEL, **options)
+        if guesses and options.get("pool", "paged") == "paged":
+            drafter = Rivals([Noise(), NgramDrafter()])
+            self.llm.engine.speculator = Speculator(drafter, self.llm.engine.kv, tree_size=9, adaptive=False)
         self.engine = self.llm.engine
         self.running: list[Request] = []
         self.num_ended = 0

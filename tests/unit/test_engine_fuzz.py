@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from guesses import Noise, Rivals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import dense_logits, tiny_llm, tiny_model
@@ -25,6 +26,8 @@ from treewise.attention import METHODS
 from treewise.awaitables import Observe
 from treewise.branch import DeadBranchError
 from treewise.scheduler import PoolTooSmall
+from treewise.speculate.ngram import NgramDrafter
+from treewise.speculate.speculator import Speculator
 
 MODEL = tiny_model(windows=(None, 9), max_positions=80)
 PROMPTS = [[7, 1, 9], [5] * 20, list(range(1, 30)), [*range(1, 20), 3, 3, 3], [11], [5] * 33]
@@ -224,9 +227,10 @@ pools = st.sampled_from([("paged", 1), ("paged", 16), ("contiguous", 1)])
     max_num_rows=st.sampled_from([1, 5, 17, 256]),
     caching=st.booleans(),
     looks_ahead=st.booleans(),
+    guesses=st.sampled_from([None, False, True]),
     aborted=st.tuples(small, small),
 )
-def test_random_programs(scripts, attention, pool, num_kv_slots, max_num_rows, caching, looks_ahead, aborted):
+def test_random_programs(scripts, attention, pool, num_kv_slots, max_num_rows, caching, looks_ahead, guesses, aborted):
     llm = tiny_llm(
         MODEL,
         attention=attention,
@@ -238,6 +242,9 @@ def test_random_programs(scripts, attention, pool, num_kv_slots, max_num_rows, c
         looks_ahead=looks_ahead,
     )
     engine = llm.engine
+    if guesses is not None and pool[0] == "paged":  # right, wrong or senseless, in trees of any shape
+        drafter = Rivals([Noise(), NgramDrafter()])
+        engine.speculator = Speculator(drafter, engine.kv, tree_size=9, adaptive=guesses)
     programs = [Script(operations) for _, operations in scripts]
     requests = [
         engine.add(program.run, prompt, seed=i)

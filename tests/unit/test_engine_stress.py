@@ -21,11 +21,13 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         looks_ahead=st.booleans(),
         wide=st.sampled_from([1, 64]),
+        guesses=st.booleans(),
     )
-    def start(self, pool, num_kv_slots, max_num_rows, caching, looks_ahead, wide):
+    def start(self, pool, num_kv_slots, max_num_rows, caching, looks_ahead, wide, guesses):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("treewise.decoding.WIDE", wide)
         self.load = Load(
+            guesses=guesses,
             pool=pool[0],
             page_size=pool[1],
             num_kv_slots=num_kv_slots,

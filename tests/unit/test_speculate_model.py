@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_speculate_engine import GREEDY, MODEL, PROMPTS, guessing, same, wild
+from guesses import guessing
+from test_speculate_engine import GREEDY, MODEL, PROMPTS, same, wild
 from tiny import dense_logits, idle, tiny_llm, tiny_model
 
 from treewise import SamplingParams, Speculation, generate
@@ -29,7 +30,7 @@ def noisy(scale: float, layers: int = 2) -> Any:
 
 
 def assisted(smaller: Any, tree_size: int = 64, chunk: int | None = None, **options: Any) -> LLM:
-    llm = guessing(None, tree_size, **options)
+    llm = guessing(MODEL, None, tree_size, **options)
     engine = llm.engine
     engine.speculator.drafter = ModelDrafter(smaller, engine.runner, chunk or engine.scheduler.max_num_rows)
     return llm
@@ -191,7 +192,7 @@ def test_sampled_texts_have_the_distribution_of_the_model(drafter):
                 longer[(*text, token)] = odds * share
         expected = longer
     options: Any = {"num_kv_slots": 1 << 17, "max_num_rows": 1 << 16, "page_size": 1}
-    llm = assisted(noisy(0.2), 4, **options) if drafter == "model" else guessing(Likely(expected), 4, **options)
+    llm = assisted(noisy(0.2), 4, **options) if drafter == "model" else guessing(MODEL, Likely(expected), 4, **options)
     [output] = llm.generate([prompt], replace(params, n=count))
     seen = Counter(tuple(branch.token_ids) for branch in output.outputs)
     assert output.tree.usage.accepted_tokens > count / 20 and set(seen) <= set(expected)
