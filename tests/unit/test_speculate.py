@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from treewise import Speculation
 from treewise.config import MAX_TREE_SIZE
 from treewise.speculate.ngram import SuffixAutomaton
-from treewise.speculate.pace import LONGEST_REST, TRIALS, Pace
+from treewise.speculate.pace import FORGOTTEN, LONGEST_REST, TRIALS, Pace
 from treewise.speculate.trees import EMPTY, TokenTree, Topology, best_first
 
 MEDUSA = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [0, 0, 1]]
@@ -201,12 +202,30 @@ def test_as_many_guesses_as_bring_most_tokens_a_second():
     assert measured(flat).choose(np.zeros(0), 1, 1) == 0
 
 
-def test_sizes_that_were_never_seen_are_tried():
-    pace = measured({24: 3.0})
-    reach = np.full(15, 0.5)
-    assert pace.choose(reach, 1, 1) < 15  # less may be cheaper
-    pace = measured({1: 1.0})
-    assert pace.choose(reach, 1, 1) == 15  # more may cost nothing
+def test_sizes_that_were_never_seen_are_tried_step_by_step():
+    reach = np.full(63, 0.5)
+    pace, sizes = Pace(), []
+    for _ in range(60):
+        rows = 1 + pace.choose(reach, 1, 1)
+        sizes.append(rows)
+        pace.stepped(rows, 1.0 + 0.01 * rows)
+    assert sizes[:4] == [2, 2, 2, 4] and sizes[-1] == 64
+    assert all(after <= 2 * before for before, after in pairwise(sizes))
+    pace, sizes = Pace(), []
+    for _ in range(60):
+        rows = 1 + pace.choose(reach, 1, 1)
+        sizes.append(rows)
+        pace.stepped(rows, 1.0 if rows <= 8 else rows / 2)
+    assert max(sizes) <= 16 and sizes[-1] == 8 and sizes.count(16) <= TRIALS
+
+
+def test_what_is_not_seen_for_long_is_forgotten():
+    pace = measured({1: 1.0, 2: 9.0})  # something held up the steps of two rows
+    reach = np.array([0.9])
+    assert pace.choose(reach, 1, 1) == 0
+    for _ in range(FORGOTTEN + 1):
+        pace.stepped(1, 1.0)
+    assert pace.choose(reach, 1, 1) == 1
 
 
 def test_a_drafter_whose_word_does_not_come_true_is_asked_less_and_less():

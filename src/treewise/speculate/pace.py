@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treewise.graphs import padded
 from treewise.speculate.trees import Floats
@@ -14,6 +15,8 @@ SAMPLES = 8
 """Last steps of a size whose fastest is what a step of that size takes: the others were held up by something."""
 TRIALS = 3
 """Steps of a size before it is known what they take."""
+FORGOTTEN = 512
+"""Steps after which nothing is known of a size any more that none of them had."""
 SHORTEST_REST, LONGEST_REST = 4, 128
 """Steps without guesses before it is tried again."""
 MEMORY = 0.9
@@ -24,9 +27,9 @@ class Pace:
     """Measures what guesses bring and what they cost, and says how many a step should have.
 
     A guess is expected to be right as often as its drafter says, times how far the drafter's word has come true lately.
-    A step of so many rows takes what the fastest of the last ones of about that size took; of sizes that are not known
-    yet the best is thought, so that they are tried. The number of guesses is that which brings most tokens a second.
-    Where that is none, the next steps do without, and more of them each time.
+    A step of so many rows takes what the fastest of the last ones of about that size took; what is between two sizes
+    that are known, or not far above them, lies on a line. The number of guesses is that which brings most tokens a
+    second. Where that is none, the next steps do without, and more of them each time.
 
     Nothing of this changes what is decoded.
 
@@ -38,18 +41,17 @@ class Pace:
     Examples
     --------
     >>> pace = Pace()
-    >>> for _ in range(TRIALS):
-    ...     pace.stepped(1, 1.0), pace.stepped(4, 1.1), pace.stepped(8, 4.0)
-    (None, None, None)
-    (None, None, None)
-    (None, None, None)
+    >>> for rows, seconds in ((1, 1.0), (4, 1.1), (8, 4.0)) * TRIALS:
+    ...     pace.stepped(rows, seconds)
     >>> pace.choose(np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]), num_leaves=1, num_rows=1)
     3
     """
 
     def __init__(self) -> None:
         self.trust = 1.0
-        self._seconds: dict[int, deque[float]] = {}
+        self._taken: dict[int, deque[float]] = {}  # seconds of the last steps of each size
+        self._newest: dict[int, int] = {}  # when the last of them was
+        self._num_steps = 0
         self._drafting: deque[float] = deque(maxlen=SAMPLES)
         self._left = 0  # steps of rest
         self._rest = SHORTEST_REST
@@ -72,7 +74,7 @@ class Pace:
         self._probing = not self._left
 
     def choose(self, reach: Floats, num_leaves: int, num_rows: int) -> int:
-        """Return how many of the guesses a step should have.
+        """Return how many of the guesses a step should have; no more than make it twice as large as any that is known.
 
         Parameters
         ----------
@@ -83,23 +85,25 @@ class Pace:
         num_rows : int
             Rows of the step without guesses.
         """
+        most = 2 * max([padded(num_rows), *self._known()])
+        reach = reach[: max(0, most - num_rows)]
         trust = max(self.trust, 1.0) if self._probing else self.trust
         tokens = num_leaves + trust * np.concatenate([[0.0], np.cumsum(reach)])
-        sizes, which = np.unique([padded(num_rows + guesses) for guesses in range(len(reach) + 1)], return_inverse=True)
-        seconds = np.array([self.seconds(size) for size in sizes.tolist()])[which]
+        seconds = self.seconds(num_rows + np.arange(len(tokens)))
         seconds[1:] += min(self._drafting, default=0.0)
         return int(np.argmax(tokens / seconds))
 
-    def seconds(self, size: int) -> float:
-        """Return what a step of so many rows, padded, may take at best as far as is known."""
-        known = self._seconds
-        if size in known and len(known[size]) >= TRIALS:
-            return min(known[size])
-        smaller = max((other for other in known if other < size), default=None)
-        if smaller is not None:
-            return min(known[smaller])
-        larger = min((other for other in known if other > size), default=None)
-        return 1.0 if larger is None else min(known[larger]) * size / larger
+    def seconds(self, rows: NDArray[np.int64]) -> Floats:
+        """Return what steps of so many rows take, as far as is known."""
+        sizes = np.array([padded(count) for count in rows.tolist()], np.float64)
+        known = self._known()
+        if not known:
+            return np.ones(len(rows))
+        at, taken = np.array(list(known), np.float64), np.array(list(known.values()))
+        slope = max(0.0, (taken[-1] - taken[-2]) / (at[-1] - at[-2])) if len(known) > 1 else 0.0
+        beyond = slope * np.maximum(sizes - at[-1], 0)
+        seconds: Floats = np.interp(sizes, at, taken) * np.minimum(sizes / at[0], 1) + beyond
+        return seconds
 
     def drafted(self, seconds: float) -> None:
         """Note how long it took to guess."""
@@ -107,12 +111,22 @@ class Pace:
 
     def stepped(self, num_rows: int, seconds: float) -> None:
         """Note how long a step of decoding took, guessing apart."""
-        self._seconds.setdefault(padded(num_rows), deque(maxlen=SAMPLES)).append(seconds)
+        size = padded(num_rows)
+        self._num_steps += 1
+        self._newest[size] = self._num_steps
+        self._taken.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+        for other in [other for other, newest in self._newest.items() if newest + FORGOTTEN < self._num_steps]:
+            del self._newest[other], self._taken[other]
 
     def verified(self, reaches: Sequence[Floats], num_right: Sequence[int]) -> None:
         """Note how many guesses of each tree were right."""
         expected, came = sum(float(reach.sum()) for reach in reaches), sum(num_right)
-        self.trust = MEMORY * self.trust + (1 - MEMORY) * came / expected
+        if expected:
+            self.trust = MEMORY * self.trust + (1 - MEMORY) * came / expected
         if came:
             self._rest = SHORTEST_REST
         self._probing = False
+
+    def _known(self) -> dict[int, float]:
+        """Return the seconds of the sizes that are known, in ascending order."""
+        return {size: min(taken) for size, taken in sorted(self._taken.items()) if len(taken) >= TRIALS}
