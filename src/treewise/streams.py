@@ -14,6 +14,7 @@ class StreamRun(DecodeRun):
     """Decodes one branch, and pauses whenever there is a piece of text that nothing can take back."""
 
     sent = 0  # characters
+    speculates = False  # a loop may be left at any piece, and the branch must be no longer than it is without guesses
 
     def result(self) -> str | None:
         """Return the next piece; empty text once there will be no more, None while there is none yet."""

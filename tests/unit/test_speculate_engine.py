@@ -488,6 +488,21 @@ def test_nothing_is_guessed_where_all_leaves_are_to_go_on_in_step(looks_ahead):
     idle(llm)
 
 
+def test_a_stream_that_is_left_leaves_the_branch_as_long_as_it_is():
+    async def program(root):
+        async for piece in stream(root, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)):
+            if root.num_tokens > 29:
+                break
+            assert piece
+        return root.token_ids
+
+    [expected] = tiny_llm(MODEL).run(program, [PROMPTS[1]])
+    told = tiny_llm(MODEL).generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    llm = guessing(MODEL, Told(paths(told)))
+    assert llm.run(program, [PROMPTS[1]])[0].value == expected.value and len(expected.value) == 10
+    idle(llm)
+
+
 def test_recorded_trees_are_replayed_as_recorded():
     """Their nodes branch at recorded steps, whatever could be guessed."""
     schedule = Schedule.from_json([[-19, 0, [1, 2]], [1, 8, [3, 4]], [1, 12, []], [9, 15, []], [9, 13, []]])
