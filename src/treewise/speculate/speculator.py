@@ -144,7 +144,7 @@ class Speculator:
         if self.pace is not None and drafts:
             reach = np.concatenate([draft.tree.reach for draft in drafts])
             order = np.argsort(-reach, kind="stable")
-            count = self.pace.choose(reach[order], len(drafts), step.batch.num_rows)
+            count = self.pace.choose(reach[order], len(step.batch.logit_rows), step.batch.num_rows)
             if not count:
                 self.pace.rest()
             chosen = np.zeros(len(reach), bool)
