@@ -235,16 +235,12 @@ def test_a_drafter_whose_word_does_not_come_true_is_asked_less_and_less():
         if pace.resting:
             pace.pass_by()
             continue
-        count = pace.choose(reach, 1, 1)
-        if not count:
-            pace.rest()
-            continue
-        asked.append(step)
-        pace.verified([reach[:count]], [0])
+        if count := pace.choose(reach, 1, 1):
+            asked.append(step)
+            pace.verified([reach[:count]], [0])
     assert pace.trust < 0.1 and len([step for step in asked if step > 1000]) <= 1000 // LONGEST_REST + 1
     assert any(step > 1000 for step in asked)  # it is tried again now and then
     while pace.choose(reach, 1, 1) == 0:
-        pace.rest()
         while pace.resting:
             pace.pass_by()
         for _ in range(60):  # now it is right
@@ -255,9 +251,9 @@ def test_a_drafter_whose_word_does_not_come_true_is_asked_less_and_less():
 def test_time_for_guessing_counts():
     pace = measured({1: 1.0, 2: 1.1})
     reach = np.array([0.5])
-    assert pace.choose(reach, 1, 1) == 1
+    assert pace.choose(reach, 1, 1) == 1 and not pace.resting
     pace.drafted(0.9)
-    assert pace.choose(reach, 1, 1) == 0
+    assert pace.choose(reach, 1, 1) == 1 and pace.resting  # they are there now, but no more are to be made
 
 
 def test_settings_are_checked():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from guesses import Noise, Told, Wrong, guessing
+from guesses import Noise, Rivals, Told, Wrong, guessing
 from tiny import EOS, idle, tiny_llm, tiny_model
 
 from treewise import (
@@ -29,6 +29,7 @@ from treewise.choices import Choices
 from treewise.controller import BeamSearch, Greedy, Replay
 from treewise.llm import LLM
 from treewise.replay import Schedule
+from treewise.speculate.pace import Pace
 
 MODEL = tiny_model()
 DRAW = random.Random(0)
@@ -553,3 +554,22 @@ def test_adaptive_guessing_changes_nothing_and_rests_where_it_does_not_pay():
     same(outputs, expected)
     assert llm.engine.speculator.pace.trust < 0.9
     idle(llm)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_whenever_guesses_rest_and_begin_again_the_tokens_are_the_same(looks_ahead, plain):
+    class Moody(Pace):
+        draw = random.Random(0)
+
+        def choose(self, reach, num_leaves, num_rows):
+            if self.draw.random() < 0.5:
+                self._left = self.draw.choice([1, 2, 5])
+            return self.draw.randrange(len(reach) + 1)
+
+    for params in SAMPLED:
+        expected = plain(params)
+        llm = guessing(MODEL, Rivals([Noise(), Told(paths(expected))]), adaptive=True, looks_ahead=looks_ahead)
+        llm.engine.speculator.pace = Moody()
+        same(llm.generate(PROMPTS, params), expected)
+        idle(llm)
+    assert wild(guessing(MODEL, Noise(), adaptive=True, looks_ahead=looks_ahead)) == wild(tiny_llm(MODEL))

@@ -62,12 +62,6 @@ class Pace:
         """Whether the next step is to do without guesses."""
         return self._left > 0
 
-    def rest(self) -> None:
-        """Do without guesses for a while, as they do not pay."""
-        self._left = self._rest
-        self._rest = min(2 * self._rest, LONGEST_REST)
-        self._probing = False
-
     def pass_by(self) -> None:
         """Note that a step did without guesses as it should; the one after the last of them tries again."""
         self._left -= 1
@@ -75,6 +69,8 @@ class Pace:
 
     def choose(self, reach: Floats, num_leaves: int, num_rows: int) -> int:
         """Return how many of the guesses a step should have; no more than make it twice as large as any that is known.
+
+        Where not even that many pay for the time it took to guess them, the next steps are to rest.
 
         Parameters
         ----------
@@ -90,8 +86,12 @@ class Pace:
         trust = max(self.trust, 1.0) if self._probing else self.trust
         tokens = num_leaves + trust * np.concatenate([[0.0], np.cumsum(reach)])
         seconds = self.seconds(num_rows + np.arange(len(tokens)))
-        seconds[1:] += min(self._drafting, default=0.0)
-        return int(np.argmax(tokens / seconds))
+        best = int(np.argmax(tokens / seconds))
+        if tokens[best] / (seconds[best] + min(self._drafting, default=0.0)) <= tokens[0] / seconds[0]:
+            self._left = self._rest
+            self._rest = min(2 * self._rest, LONGEST_REST)
+            self._probing = False
+        return best
 
     def seconds(self, rows: NDArray[np.int64]) -> Floats:
         """Return what steps of so many rows take, as far as is known."""

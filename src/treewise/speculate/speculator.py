@@ -50,8 +50,8 @@ class Speculator:
 
     @property
     def resting(self) -> bool:
-        """Whether the next step will have no guesses."""
-        return self.pace is not None and self.pace.resting
+        """Whether there are no guesses, neither in the step under way nor in the next."""
+        return self.pace is not None and self.pace.resting and not self._drafts
 
     @property
     def drafts(self) -> dict[Branch, Draft]:
@@ -145,8 +145,6 @@ class Speculator:
             reach = np.concatenate([draft.tree.reach for draft in drafts])
             order = np.argsort(-reach, kind="stable")
             count = self.pace.choose(reach[order], len(step.batch.logit_rows), step.batch.num_rows)
-            if not count:
-                self.pace.rest()
             chosen = np.zeros(len(reach), bool)
             chosen[order[:count]] = True
             ends = np.cumsum([len(draft.rows) for draft in drafts])
