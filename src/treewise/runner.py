@@ -119,8 +119,12 @@ class Runner:
                     plan.grow(slots)
                 self._planned = planned, batch.grown, plans
                 return plans
-        if self.stems is not None and (stems := batch.stems()) is not None:
-            return self.stems.plan(stems, kv)
+        # A captured graph keeps what the last plan that it ran has on the device: no other goes on.
+        self._planned = None
+        if self.stems is not None:
+            if (stems := batch.stems()) is not None:
+                return self.stems.plan(stems, kv)
+            self.stems.forget()
         plans = self._plan(*batch.tree_spec(kv), room=self.room if batch.can_grow else 0)
         self._planned = ref(batch), batch.grown, plans
         return plans

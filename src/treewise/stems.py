@@ -84,6 +84,10 @@ class StemPlanner:
         self._make = make
         self._planned: _Planned | None = None
 
+    def forget(self) -> None:
+        """Make a new plan for the next step."""
+        self._planned = None
+
     def plan(self, stems: Stems, kv: KVManager) -> Plans:
         """Plan a step of these rows, see `Batch.stems`."""
         slots = {node: kv.slots(node)[: len(node.tokens)] for leaf, _ in stems for node in kv.forest.path(leaf)}
