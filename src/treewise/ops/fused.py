@@ -15,7 +15,9 @@ from treewise.plan.devices import capability, multiprocessors
 COLUMNS = 1024
 """Columns of a program that takes a part of a row: eight a thread of its four warps."""
 OUTPUTS, STAGES, AHEAD = 8, 4, 512
-"""Of a program that multiplies a single row: rows of the matrix; steps, and columns of 16 bits, under way at once."""
+"""Of a program that multiplies a single row: rows of the matrix; steps under way at once; columns fetched ahead."""
+RESIDENT = 4
+"""Such programs that a multiprocessor has room for at once: their steps take 55 KB each."""
 
 
 def multiplies(x: Tensor, weight: Tensor) -> bool:
@@ -29,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     outputs, inputs = weight.shape
     out = x.new_empty((1, outputs))
     overlap = _overlap(x.device)
-    resident = 4 * multiprocessors(x.device) if overlap["OVERLAP"] else 0
+    resident = RESIDENT * multiprocessors(x.device) if overlap["OVERLAP"] else 0
     kernels.multiply_row[(-(-outputs // OUTPUTS),)](
         x, weight, bias, out, outputs, resident,
         INPUTS=inputs, OUTPUTS=OUTPUTS, COLUMNS=COLUMNS, STAGES=STAGES, AHEAD=AHEAD, num_warps=4, **overlap,

@@ -32,8 +32,8 @@ def multiply_row(
     column = tl.arange(0, COLUMNS)
     if OVERLAP:
         gdc_launch_dependents()
-        if (AHEAD > 0) & (tl.program_id(0) < resident) & (outputs % OUTPUTS == 0):
-            line = start + tl.arange(0, max(AHEAD, 64) // 64)[None, :] * 64  # 128 bytes
+        if (tl.program_id(0) < resident) & (outputs % OUTPUTS == 0):
+            line = start + tl.arange(0, AHEAD // 64)[None, :] * 64  # of 128 bytes
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
             )
