@@ -251,9 +251,30 @@ def test_a_drafter_whose_word_does_not_come_true_is_asked_less_and_less():
 def test_time_for_guessing_counts():
     pace = measured({1: 1.0, 2: 1.1})
     reach = np.array([0.5])
-    assert pace.choose(reach, 1, 1) == 1 and not pace.resting
+    for _ in range(100):
+        assert pace.choose(reach, 1, 1) == 1 and not pace.resting
     pace.drafted(0.9)
-    assert pace.choose(reach, 1, 1) == 1 and pace.resting  # they are there now, but no more are to be made
+    while not pace.resting:
+        assert pace.choose(reach, 1, 1) == 1  # they are there now, but no more are to be made
+
+
+def test_a_weak_guess_now_and_then_is_no_reason_to_rest():
+    pace = measured({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3})
+    for step in range(300):
+        count = pace.choose(np.array([0.05] if step % 3 else [0.9, 0.8, 0.7]), 1, 1)
+        assert count == (0 if step % 3 else 3) and not pace.resting
+
+
+def test_rest_that_is_faster_than_steps_without_guesses_is_taken():
+    """As on a GPU, where a step of rest begins before the last one has ended."""
+    pace, reach = measured({1: 1.0, 2: 1.4}), np.array([0.2])
+    for _ in range(TRIALS):
+        pace.stepped(1, 1.3, bare=True)
+    steps = 0
+    while not pace.resting:
+        assert pace.choose(reach, 1, 1) == 0
+        steps += 1
+    assert steps < 20
 
 
 def test_settings_are_checked():

@@ -30,6 +30,7 @@ from treewise.controller import BeamSearch, Greedy, Replay
 from treewise.llm import LLM
 from treewise.replay import Schedule
 from treewise.speculate.pace import Pace
+from treewise.speculate.trees import EMPTY
 
 MODEL = tiny_model()
 DRAW = random.Random(0)
@@ -573,3 +574,19 @@ def test_whenever_guesses_rest_and_begin_again_the_tokens_are_the_same(looks_ahe
         same(llm.generate(PROMPTS, params), expected)
         idle(llm)
     assert wild(guessing(MODEL, Noise(), adaptive=True, looks_ahead=looks_ahead)) == wild(tiny_llm(MODEL))
+
+
+def test_a_drafter_that_has_nothing_to_say_is_seldom_asked():
+    class Silent(Noise):
+        asked = 0
+
+        def draft(self, stems, size, step):
+            self.asked += 1
+            return [EMPTY for _ in stems]
+
+    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    expected = tiny_llm(MODEL).generate([PROMPTS[0]], params)
+    llm = guessing(MODEL, Silent(), adaptive=True, looks_ahead=True)
+    same(llm.generate([PROMPTS[0]], params), expected)
+    assert llm.engine.speculator.drafter.asked < 100
+    idle(llm)

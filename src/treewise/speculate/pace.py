@@ -21,6 +21,8 @@ SHORTEST_REST, LONGEST_REST = 4, 128
 """Steps without guesses before it is tried again."""
 MEMORY = 0.9
 """Weight of what was known against what a step has shown."""
+WORTH = 1.01
+"""How many times the tokens a second of rest guessing has to bring lately."""
 
 
 class Pace:
@@ -29,7 +31,7 @@ class Pace:
     A guess is expected to be right as often as its drafter says, times how far the drafter's word has come true lately.
     A step of so many rows takes what the fastest of the last ones of about that size took; what is between two sizes
     that are known, or not far above them, lies on a line. The number of guesses is that which brings most tokens a
-    second. Where that is none, the next steps do without, and more of them each time.
+    second, none perhaps. Where guessing as such has not paid lately, the next steps rest, and more of them each time.
 
     Nothing of this changes what is decoded.
 
@@ -50,9 +52,11 @@ class Pace:
     def __init__(self) -> None:
         self.trust = 1.0
         self._taken: dict[int, deque[float]] = {}  # seconds of the last steps of each size
+        self._bare: dict[int, deque[float]] = {}  # likewise, of steps without guesses that were no rest
         self._newest: dict[int, int] = {}  # when the last of them was
         self._num_steps = 0
         self._drafting: deque[float] = deque(maxlen=SAMPLES)
+        self._gain = 1.5  # tokens a second over those of rest, lately
         self._left = 0  # steps of rest
         self._rest = SHORTEST_REST
         self._probing = False
@@ -70,7 +74,7 @@ class Pace:
     def choose(self, reach: Floats, num_leaves: int, num_rows: int) -> int:
         """Return how many of the guesses a step should have; no more than make it twice as large as any that is known.
 
-        Where not even that many pay for the time it took to guess them, the next steps are to rest.
+        Where guessing has not paid lately, the time that it takes included, the next steps are to rest.
 
         Parameters
         ----------
@@ -87,10 +91,14 @@ class Pace:
         tokens = num_leaves + trust * np.concatenate([[0.0], np.cumsum(reach)])
         seconds = self.seconds(num_rows + np.arange(len(tokens)))
         best = int(np.argmax(tokens / seconds))
-        if tokens[best] / (seconds[best] + min(self._drafting, default=0.0)) <= tokens[0] / seconds[0]:
+        bare = self._bare.get(padded(num_rows), ())
+        spent = (seconds[best] if best or len(bare) < TRIALS else min(bare)) + min(self._drafting, default=0.0)
+        gain = tokens[best] / spent / (tokens[0] / seconds[0])
+        self._gain = MEMORY * self._gain + (1 - MEMORY) * float(gain)
+        if self._gain < WORTH:
             self._left = self._rest
             self._rest = min(2 * self._rest, LONGEST_REST)
-            self._probing = False
+        self._probing = False
         return best
 
     def seconds(self, rows: NDArray[np.int64]) -> Floats:
@@ -109,14 +117,19 @@ class Pace:
         """Note how long it took to guess."""
         self._drafting.append(seconds)
 
-    def stepped(self, num_rows: int, seconds: float) -> None:
-        """Note how long a step of decoding took, guessing apart."""
+    def stepped(self, num_rows: int, seconds: float, bare: bool = False) -> None:
+        """Note how long a step of decoding took, guessing apart.
+
+        One that is `bare` had no guesses and was no rest. On a GPU it takes longer than one of rest, before whose end
+        the next can begin.
+        """
         size = padded(num_rows)
         self._num_steps += 1
         self._newest[size] = self._num_steps
-        self._taken.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+        (self._bare if bare else self._taken).setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
         for other in [other for other, newest in self._newest.items() if newest + FORGOTTEN < self._num_steps]:
-            del self._newest[other], self._taken[other]
+            for known in (self._newest, self._taken, self._bare):
+                known.pop(other, None)
 
     def verified(self, reaches: Sequence[Floats], num_right: Sequence[int]) -> None:
         """Note how many guesses of each tree were right."""
@@ -125,8 +138,8 @@ class Pace:
             self.trust = MEMORY * self.trust + (1 - MEMORY) * came / expected
         if came:
             self._rest = SHORTEST_REST
-        self._probing = False
 
     def _known(self) -> dict[int, float]:
         """Return the seconds of the sizes that are known, in ascending order."""
-        return {size: min(taken) for size, taken in sorted(self._taken.items()) if len(taken) >= TRIALS}
+        every = {size: [*self._taken.get(size, ()), *self._bare.get(size, ())] for size in sorted(self._newest)}
+        return {size: min(taken) for size, taken in every.items() if len(taken) >= TRIALS}

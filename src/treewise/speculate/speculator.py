@@ -105,9 +105,11 @@ class Speculator:
                 self._adopt(draft, own)
         if self.pace is not None:
             if self._num_rows:
-                self.pace.stepped(self._num_rows, perf_counter() - self._began - self._guessing)
-            if drafts:
+                bare = step is not None and not drafts
+                self.pace.stepped(self._num_rows, perf_counter() - self._began - self._guessing, bare)
+            if step is not None:
                 self.pace.drafted(self._guessing)
+            if drafts:
                 self.pace.verified([draft.tree.reach for draft in drafts], [len(draft.accepted) for draft in drafts])
         return drafts
 
@@ -141,15 +143,15 @@ class Speculator:
 
     def _paying(self, drafts: Sequence[Draft], step: Step) -> list[Draft]:
         """Return the part of the guesses that pays, with slots."""
-        if self.pace is not None and drafts:
-            reach = np.concatenate([draft.tree.reach for draft in drafts])
+        if self.pace is not None:
+            reach = np.concatenate([np.zeros(0), *(draft.tree.reach for draft in drafts)])
             order = np.argsort(-reach, kind="stable")
             count = self.pace.choose(reach[order], len(step.batch.logit_rows), step.batch.num_rows)
             chosen = np.zeros(len(reach), bool)
             chosen[order[:count]] = True
-            ends = np.cumsum([len(draft.rows) for draft in drafts])
-            parts = [np.flatnonzero(part) for part in np.split(chosen, ends[:-1])]
-            drafts = [draft.take(nodes) for draft, nodes in zip(drafts, parts, strict=True) if len(nodes)]
+            ends = np.cumsum([len(draft.rows) for draft in drafts], dtype=np.int64)
+            parts = [np.flatnonzero(part) for part in np.split(chosen, ends)]  # the last is empty
+            drafts = [draft.take(nodes) for draft, nodes in zip(drafts, parts, strict=False) if len(nodes)]
         bare = [draft for draft in drafts if (draft.slot < 0).any()]
         if bare:
             ends = np.cumsum([int((draft.slot < 0).sum()) for draft in bare])
