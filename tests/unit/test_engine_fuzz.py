@@ -62,6 +62,7 @@ class Script:
     def __init__(self, operations) -> None:
         self.operations = operations
         self.greedy = []  # (branch, first position, end)
+        self.sharing = 0  # where two sub-programs decode the same branches, nobody knows whose a token is
         self.observed = []  # (tokens, first position, log-probabilities)
 
     async def run(self, root):
@@ -99,7 +100,7 @@ class Script:
         )
         starts = {branch: branch.num_tokens for branch in branches}
         ended = await generate(branches, params)
-        if seed % 2 == 0:
+        if seed % 2 == 0 and not self.sharing:
             self.greedy += [(branch, starts[branch], branch.num_tokens) for branch in ended]
 
     async def control(self, branches, seed, steps):
@@ -129,8 +130,13 @@ class Script:
     async def both(self, branches, first, second, shared):
         """Two sub-programs, on the same branches or on forks of their own; there the first to misbehave ends both."""
         own = [branches, branches] if shared else [[b.fork()[0] for b in branches[:2]] for _ in range(2)]
-        with suppress(Mischief):
-            await gather(*(self.carry_out(some, part, shared) for some, part in zip(own, (first, second), strict=True)))
+        self.sharing += shared
+        try:
+            with suppress(Mischief):
+                parts = zip(own, (first, second), strict=True)
+                await gather(*(self.carry_out(some, part, shared) for some, part in parts))
+        finally:
+            self.sharing -= shared
 
     async def within(self, branches, tokens, cancels, part):
         """A sub-program that may run out of tokens, or be cancelled while it runs."""
