@@ -58,6 +58,9 @@ class Runner:
         Captured steps of decoding, where asked for.
     followers : list of callable
         Called with every `Copy`, the runner's own first: whoever keeps something under the same slots.
+    watchers : list of callable
+        Called in every forward with the slots of all rows and the hidden states [rows, hidden] behind the last norm,
+        which the next forward overwrites.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Runner:
         self.v = _zeros(shape, self.kv_dtype, self.device)
         self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
         self.followers: list[Callable[[Copy], None]] = [self.copy]
+        self.watchers: list[Callable[[Slots, Tensor], None]] = []
         self._refuse_unsupported()
         is_gpu = self.device.type == "cuda"
         if cuda_graphs and not is_gpu:
@@ -172,10 +176,15 @@ class Runner:
             rows[0].index_copy_(0, arrays["unknown"], drawn.index_select(0, arrays["choices"]))
         everything = batch.logit_rows == list(range(batch.num_rows))
         wanted = None if everything else self._upload(np.asarray(batch.logit_rows))
-        if self.graphs is not None and batch.is_decoding and (hidden := self.graphs.run(rows, plans)) is not None:
-            return hidden if wanted is None else hidden.index_select(0, wanted)
-        tokens, positions, slots = rows
-        return self._compute(tokens, positions, slots, plans, wanted)
+        hidden = self.graphs.run(rows, plans) if self.graphs is not None and batch.is_decoding else None
+        if hidden is None:
+            tokens, positions, slots = rows
+            if not self.watchers:
+                return self._compute(tokens, positions, slots, plans, wanted)
+            hidden = self._compute(tokens, positions, slots, plans)
+        for watch in self.watchers:
+            watch(known[2], hidden)
+        return hidden if wanted is None else hidden.index_select(0, wanted)
 
     @torch.inference_mode()
     def move(self, kv: KVManager) -> None:

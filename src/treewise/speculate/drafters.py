@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.runner import Runner
 from treewise.sizing import bytes_per_token
 from treewise.speculate.drafter import Drafter
+from treewise.speculate.medusa import MedusaDrafter, load_heads
 from treewise.speculate.model import ModelDrafter
 from treewise.speculate.ngram import NgramDrafter
 
@@ -59,6 +61,17 @@ def _draft(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
     )
 
 
+def _medusa(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
+    drafter = MedusaDrafter(load_heads(_folder("medusa", what), model))
+    return Prepared(0, lambda runner, max_num_rows: drafter)
+
+
+def _folder(kind: str, what: str) -> Path:
+    if not Path(what).is_dir() or not what:
+        raise ValueError(f"speculate: {kind!r} needs a folder behind it, such as {kind}:heads, and {what!r} is none")
+    return Path(what)
+
+
 def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, name: str) -> None:
     """Refuse a model whose tokens mean something else.
 
@@ -79,5 +92,6 @@ def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, name: str) -> None:
 DRAFTERS: dict[str, tuple[str, Callable[[str, CausalLM, Tokenizer], Prepared]]] = {
     "ngram": ("ngram", _ngram),
     "draft": ("draft:MODEL", _draft),
+    "medusa": ("medusa:FOLDER", _medusa),
 }
 """How each kind is written, and what loads one, given what stands behind the kind's colon, for a model."""
