@@ -15,8 +15,9 @@ from tiny import dense_logits, idle, tiny_llm, tiny_model
 
 from treewise import SamplingParams, Speculation, generate
 from treewise.llm import LLM
-from treewise.speculate import drafters, model
-from treewise.speculate.model import DEPTH, ModelDrafter
+from treewise.speculate import drafters, sprouts
+from treewise.speculate.model import ModelDrafter
+from treewise.speculate.sprouts import DEPTH
 from treewise.speculate.trees import TokenTree
 
 
@@ -62,7 +63,7 @@ def test_what_is_decoded_is_what_plain_decoding_gives(options, scale, layers):
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_the_model_itself_guesses_right_as_deep_as_it_goes_on(page_size, temperature, monkeypatch):
-    monkeypatch.setattr(model, "WORTH", 0.0)
+    monkeypatch.setattr(sprouts, "WORTH", 0.0)
     params = SamplingParams(temperature=temperature, max_tokens=46, ignore_eos=True)
     llm = assisted(noisy(0.0), page_size=page_size)
     [output] = llm.generate([PROMPTS[2]], params)
@@ -75,8 +76,8 @@ def test_the_model_itself_guesses_right_as_deep_as_it_goes_on(page_size, tempera
 
 def test_sampled_tokens_are_guessed_with_their_own_noise(monkeypatch):
     """With the noise that the tokens are drawn with, a model that is nearly the same is nearly always right."""
-    monkeypatch.setattr(model, "WORTH", 0.0)
-    monkeypatch.setattr(model, "WIDTH", 1)
+    monkeypatch.setattr(sprouts, "WORTH", 0.0)
+    monkeypatch.setattr(sprouts, "WIDTH", 1)
     lengths = []
     for temperature in (0.0, 2.0):
         params = SamplingParams(temperature=temperature, max_tokens=60, ignore_eos=True)

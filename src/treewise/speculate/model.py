@@ -3,71 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from treewise.batch import Batch
-from treewise.kv import Copy, OutOfSlots
+from treewise.kv import Copy
 from treewise.models import CausalLM
 from treewise.runner import Runner
-from treewise.sampler import SamplingRow, leanings
-from treewise.speculate.draft import Draft
 from treewise.speculate.drafter import Stem, Step
 from treewise.speculate.paths import PathStates
-from treewise.speculate.trees import EMPTY, Ints, TokenTree
+from treewise.speculate.sprouts import Sprout, grow, lacking
+from treewise.speculate.trees import EMPTY, TokenTree
 
-WIDTH = 8
-"""Guesses of a level behind which the tree goes on at most, and tokens that are looked at behind each."""
-DEPTH = 8
-"""The deepest guesses: each level takes a forward of the smaller model."""
-WORTH = 0.2
-"""The tree goes on as long as a guess of its last level is at least so likely to be right."""
 _MASK64 = (1 << 64) - 1
 
 
-class _Sprout:
-    """A tree that grows level by level."""
+class _Sprout(Sprout):
+    """A tree that knows which text ends in each node that it goes on behind."""
 
-    def __init__(self, stem: Stem, text: int, place: int) -> None:
-        self.stem = stem
-        self.place = place  # of the logits behind the path
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.odds: list[float] = []
-        self.reach: list[float] = []
-        self.texts = {-1: text}  # behind the nodes that the tree goes on behind, level by level; -1 is the path
-        self.slots: dict[int, int] = {}  # of these
-        self.newest = [-1]
-
-    def add(self, tokens: Sequence[Sequence[int]], odds: Sequence[Sequence[float]]) -> None:
-        """Put candidates behind each of the newest nodes; the best of them are the newest then."""
-        first = len(self.tokens)
-        for above, own_tokens, own_odds in zip(self.newest, tokens, odds, strict=True):
-            whole = 1.0 if above < 0 else self.reach[above]
-            self.tokens += own_tokens
-            self.parents += [above] * len(own_tokens)
-            self.odds += own_odds
-            self.reach += [whole * each for each in own_odds]
-        best = sorted(range(first, len(self.tokens)), key=self.reach.__getitem__, reverse=True)[:WIDTH]
-        self.newest = sorted(best) if best and self.reach[best[0]] >= WORTH else []
-
-    def go_on(self, slots: Sequence[int]) -> tuple[Draft, Ints]:
-        """Give the newest nodes slots; return the nodes that have any as a draft, and which of them are the newest."""
-        for node, slot in zip(self.newest, slots, strict=True):
-            self.texts[node] = _mixed(self.texts[self.parents[node]], self.tokens[node])
-            self.slots[node] = slot
-        draft = Draft(self.stem, self.tree().take(np.array(list(self.slots))))
-        return draft, draft.rows[-len(self.newest) :]
-
-    def tree(self) -> TokenTree:
-        """Return all of it."""
-        tree = TokenTree.of(self.tokens, self.parents, self.odds)
-        slots = np.full(len(tree), -1, np.int32)
-        slots[list(self.slots)] = list(self.slots.values())
-        return replace(tree, slots=slots)
+    def __init__(self, stem: Stem, place: int, text: int) -> None:
+        super().__init__(stem, place)
+        self.texts = {-1: text}
 
 
 class ModelDrafter:
@@ -107,22 +67,11 @@ class ModelDrafter:
         """See `Drafter.draft`."""
         self.runner.move(step.kv)
         batch, sprouts = self._lacking(stems, step)
-        if batch.num_rows:
-            logits = self._forward(batch, step)
-            self._add(logits[[sprout.place for sprout in sprouts]], sprouts, [sprout.stem.row for sprout in sprouts])
-        for depth in range(1, DEPTH):
-            going = [sprout for sprout in sprouts if sprout.newest and depth < sprout.stem.room]
-            if not going:
-                break
-            try:
-                slots = step.lend(sum(len(sprout.newest) for sprout in going))
-            except OutOfSlots:
-                break
-            ends = np.cumsum([len(sprout.newest) for sprout in going])[:-1]
-            grown = [sprout.go_on(own.tolist()) for sprout, own in zip(going, np.split(slots, ends), strict=True)]
-            self._known[slots] = np.array([sprout.texts[node] for sprout in going for node in sprout.newest], np.uint64)
-            rows = [draft.sampling_rows()[node] for draft, newest in grown for node in newest.tolist()]
-            self._add(self._forward(batch.then(grown), step), going, rows)
+        if sprouts:
+            logits = self._forward(batch, step)[[sprout.place for sprout in sprouts]]
+            grow(sprouts, logits, batch, step, partial(self._level, step))
+        elif batch.num_rows:
+            self._forward(batch, step)
         trees = {sprout.stem: sprout.tree() for sprout in sprouts}
         return [trees.get(stem, EMPTY) for stem in stems]
 
@@ -135,36 +84,25 @@ class ModelDrafter:
             # Behind what the model itself has computed, nothing is known of slots; the last row has the logits.
             begins = [node.start + node.computed for node in path if node.computed < len(node.tokens)]
             known = np.flatnonzero(self._known[slots] != texts)[:1].tolist()
-            first = min([len(texts) - 1, *begins, *known])
-            for node in path:
-                start = max(first - node.start, 0)
-                if start < len(node.tokens) and batch.row(node, start) is None:
-                    end = min(len(node.tokens), start + self.max_num_rows - batch.num_rows)
-                    if end > start:
-                        batch.add(node, end, stem.branch.tree, start)
-                        rows = slice(node.start + start, node.start + end)
-                        self._known[slots[rows]] = texts[rows]
-                    if end < len(node.tokens):
-                        break
-            if (row := batch.row(stem.node, len(stem.node.tokens) - 1)) is not None:
-                sprouts.append(_Sprout(stem, int(texts[-1]), batch.want_logits(row)))
+            added, row = lacking(batch, stem, min([len(texts) - 1, *begins, *known]), step, self.max_num_rows)
+            for start, end in added:
+                self._known[slots[start:end]] = texts[start:end]
+            if row is not None:
+                sprouts.append(_Sprout(stem, batch.want_logits(row), int(texts[-1])))
         return batch, sprouts
 
-    def _forward(self, batch: Batch, step: Step) -> Tensor:
-        return self.runner.forward(batch, self.runner.plan(batch, step.kv), step.kv)
-
-    def _add(self, logits: Tensor, sprouts: Sequence[_Sprout], rows: Sequence[SamplingRow]) -> None:
-        """Let trees have the likeliest tokens behind their newest nodes, from a row of logits for each."""
-        if not sprouts:
-            return
-        missing = self.vocab_size - logits.shape[1]
-        logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)  # or cut off
-        odds, tokens = leanings(logits, rows).softmax(dim=-1).topk(min(WIDTH, self.vocab_size), dim=-1)
-        all_odds, all_tokens, first = odds.tolist(), tokens.tolist(), 0
+    def _level(self, step: Step, batch: Batch, sprouts: Sequence[_Sprout]) -> Tensor:
+        """Compute the newest nodes of trees."""
         for sprout in sprouts:
-            own = slice(first, first + len(sprout.newest))
-            first = own.stop
-            sprout.add(all_tokens[own], all_odds[own])
+            for node in sprout.newest:
+                text = sprout.texts[node] = _mixed(sprout.texts[sprout.parents[node]], sprout.tokens[node])
+                self._known[sprout.slots[node]] = text
+        return self._forward(batch, step)
+
+    def _forward(self, batch: Batch, step: Step) -> Tensor:
+        """Return the logits that a batch wants, of the tokens that the engine's model has."""
+        logits = self.runner.forward(batch, self.runner.plan(batch, step.kv), step.kv)
+        return pad(logits, (0, self.vocab_size - logits.shape[1]), value=-torch.inf)  # or cut off
 
     def _follow(self, copy: Copy) -> None:
         self._known[copy.target] = self._known[copy.source]
