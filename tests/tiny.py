@@ -106,8 +106,8 @@ def idle(llm: LLM) -> None:
 
 
 @torch.inference_mode()
-def dense_logits(model: CausalLM, tokens: Sequence[int], kv_dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the logits at every position [tokens, vocabulary]: one sequence alone, no cache, no plan."""
+def dense_states(model: CausalLM, tokens: Sequence[int], kv_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the last hidden state at every position [tokens, hidden size]: one sequence alone, no cache, no plan."""
     n = len(tokens)
     config = model.config
 
@@ -122,8 +122,14 @@ def dense_logits(model: CausalLM, tokens: Sequence[int], kv_dtype: torch.dtype =
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
 
-    everything = torch.arange(n)
-    return model.logits(model(torch.tensor(tokens), everything, attend))
+    states: torch.Tensor = model(torch.tensor(tokens), torch.arange(n), attend)
+    return states
+
+
+def dense_logits(model: CausalLM, tokens: Sequence[int], kv_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the logits at every position [tokens, vocabulary], likewise."""
+    with torch.inference_mode():
+        return model.logits(dense_states(model, tokens, kv_dtype))
 
 
 def greedy(model: CausalLM, prompt: Sequence[int], count: int, kv_dtype: torch.dtype = torch.float32) -> list[int]:

@@ -10,6 +10,7 @@ from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.runner import Runner
 from treewise.sizing import bytes_per_token
 from treewise.speculate.drafter import Drafter
+from treewise.speculate.eagle import EagleDrafter, load_eagle
 from treewise.speculate.medusa import MedusaDrafter, load_heads
 from treewise.speculate.model import ModelDrafter
 from treewise.speculate.ngram import NgramDrafter
@@ -66,6 +67,15 @@ def _medusa(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
     return Prepared(0, lambda runner, max_num_rows: drafter)
 
 
+def _eagle(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
+    head = load_eagle(_folder("eagle", what), model)
+    config = head.config
+    numbers = config.hidden_size + 2 * config.num_kv_heads * config.head_dim
+    return Prepared(
+        numbers * model.dtype.itemsize, lambda runner, max_num_rows: EagleDrafter(head, runner, max_num_rows)
+    )
+
+
 def _folder(kind: str, what: str) -> Path:
     if not Path(what).is_dir() or not what:
         raise ValueError(f"speculate: {kind!r} needs a folder behind it, such as {kind}:heads, and {what!r} is none")
@@ -93,5 +103,6 @@ DRAFTERS: dict[str, tuple[str, Callable[[str, CausalLM, Tokenizer], Prepared]]] 
     "ngram": ("ngram", _ngram),
     "draft": ("draft:MODEL", _draft),
     "medusa": ("medusa:FOLDER", _medusa),
+    "eagle": ("eagle:FOLDER", _eagle),
 }
 """How each kind is written, and what loads one, given what stands behind the kind's colon, for a model."""

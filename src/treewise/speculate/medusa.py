@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from treewise.models import CausalLM
 from treewise.models.tokenizer import read_json
 from treewise.ops import linear, pack
 from treewise.speculate.drafter import Stem, Step
+from treewise.speculate.tensor_files import read_tensors
 from treewise.speculate.trees import EMPTY, TokenTree, best_first
 
 WIDTH = 10
@@ -148,7 +146,7 @@ def load_heads(folder: Path, model: CausalLM) -> MedusaHeads:
             raise ValueError(f"speculate: {folder / 'config.json'}: {name} is {number!r}, not a number of at least 1")
         numbers.append(number)
     num_heads, num_layers = numbers
-    tensors = _read_tensors(folder)
+    tensors = read_tensors(folder, WEIGHTS)
     size, words = model.config.hidden_size, model.config.vocab_size
 
     def read(name: str, *shape: int) -> Tensor:
@@ -176,21 +174,6 @@ def load_heads(folder: Path, model: CausalLM) -> MedusaHeads:
             raise ValueError(f"speculate: {folder}: the tensor {VOCABULARY} has tokens that the model has not")
         vocabulary = vocabulary.to(model.device)
     return MedusaHeads(weight, bias, shared_output(model, vocabulary), vocabulary).requires_grad_(False)
-
-
-def _read_tensors(folder: Path) -> Mapping[str, Tensor]:
-    path = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
-    if path is None:
-        raise FileNotFoundError(f"speculate: {folder} has no {' or '.join(WEIGHTS)}")
-    try:
-        if path.suffix == ".safetensors":
-            return cast(Mapping[str, Tensor], load_file(path))
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"speculate: {path} is truncated or no file of tensors: {error}") from None
-    if not isinstance(loaded, Mapping) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-        raise ValueError(f"speculate: {path} holds something else than tensors by name")
-    return loaded
 
 
 class MedusaDrafter:

@@ -1,0 +1,37 @@
+"""Tensors by name out of the files that drafters' weights are published in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def read_tensors(folder: Path, names: Sequence[str]) -> Mapping[str, Tensor]:
+    """Read the first file of `names` that a folder has: safetensors, else what ``torch.save`` writes.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    ValueError
+        If it is damaged or holds something else.
+    """
+    path = next((folder / name for name in names if (folder / name).exists()), None)
+    if path is None:
+        raise FileNotFoundError(f"speculate: {folder} has no {' or '.join(names)}")
+    try:
+        if path.suffix == ".safetensors":
+            return cast(Mapping[str, Tensor], load_file(path))
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"speculate: {path} is truncated or no file of tensors: {error}") from None
+    if not isinstance(loaded, Mapping) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        raise ValueError(f"speculate: {path} holds something else than tensors by name")
+    return loaded
