@@ -1,4 +1,4 @@
-"""The verbs `generate`, `search`, `strategies`, `bench`, `models`, `env`; one flag per config field."""
+"""The verbs `generate`, `search`, `strategies`, `train-medusa`, `bench`, `models`, `env`; one flag per config field."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ app = App(
 app.command("treewise.cli.generate:generate", help="Continue a prompt, or answer it with --chat.")
 app.command("treewise.cli.search:search", help="Solve a prompt with a search strategy, and draw its tree.")
 app.command("treewise.cli.search:strategies", help="List the strategies of search and their parameters.")
+app.command("treewise.cli.train:train_medusa", help="Train heads that guess some tokens ahead, for speculation.")
 app.command("treewise.cli.info:models", help="List the built-in models and the converted copies in the cache.")
 app.command("treewise.cli.info:env", help="Print versions, devices and folders, for bug reports.")
 bench = App(name="bench", help="Timed runs; the last line of standard output is JSON.")
