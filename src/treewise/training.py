@@ -190,5 +190,5 @@ def train(
         loss.backward()
         optimizer.step()
         right = (logits.argmax(-1) == wanted.argmax(-1)).float().unflatten(0, (num_heads, -1)).mean(1)
-        say(over, float(loss), right.tolist())
+        say(over, loss.item(), right.tolist())
     return heads.requires_grad_(False)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from guesses import guessing
 from safetensors.torch import save_file
-from test_speculate_engine import GREEDY, MODEL, PROMPTS, guessing, same, wild
+from test_speculate_engine import GREEDY, MODEL, PROMPTS, same, wild
 from tiny import VOCABULARY, dense_states, idle, tiny_llm
 
 from treewise import SamplingParams, generate
@@ -88,7 +89,7 @@ def dense(tensors: Tensors, tokens: list[int], states: torch.Tensor) -> torch.Te
 
 
 def assisted(folder: Any, tensors: Tensors | None = None, chunk: int | None = None, **options: Any) -> LLM:
-    llm = guessing(None, **options)
+    llm = guessing(MODEL, None, **options)
     head = load_eagle(write(folder, tensors or published()), MODEL)
     engine = llm.engine
     engine.speculator.drafter = EagleDrafter(head, engine.runner, chunk or engine.scheduler.max_num_rows)

@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from guesses import guessing
 from safetensors.torch import load_file, save_file
-from test_speculate_engine import GREEDY, MODEL, PROMPTS, guessing, same, wild
+from test_speculate_engine import GREEDY, MODEL, PROMPTS, same, wild
 from tiny import VOCABULARY, idle, tiny_llm
 
 from treewise import SamplingParams
@@ -109,7 +110,7 @@ def test_trees_have_the_likeliest_guesses_of_the_newest_state(tmp_path):
 
 def assisted(tmp_path: Any, tensors: dict[str, torch.Tensor] | None = None, **options: Any) -> LLM:
     heads = load_heads(write(tmp_path, tensors or published(own=False)), MODEL)
-    return guessing(MedusaDrafter(heads), **options)
+    return guessing(MODEL, MedusaDrafter(heads), **options)
 
 
 class Oracle(MedusaHeads):
@@ -142,7 +143,7 @@ def test_the_first_head_guesses_what_follows_the_pending_token():
     watcher.engine.runner.watchers.append(lambda slots, hidden: states.append(hidden[-1].clone()))
     watcher.generate([PROMPTS[2]], params)
     known = {tuple(state.tolist()): list(answer[i:]) for i, state in enumerate(states)}
-    llm = guessing(MedusaDrafter(Oracle(known)))
+    llm = guessing(MODEL, MedusaDrafter(Oracle(known)))
     [output] = outputs = llm.generate([PROMPTS[2]], params)
     same(outputs, [plain])
     usage = output.tree.usage

@@ -6,7 +6,8 @@ from itertools import count
 
 import pytest
 import torch
-from test_speculate_engine import MODEL, PROMPTS, guessing, same
+from guesses import guessing
+from test_speculate_engine import MODEL, PROMPTS, same
 from tiny import VOCABULARY, ChatBytes, dense_states, idle, tiny_llm
 
 from treewise import SamplingParams, training
@@ -81,7 +82,7 @@ def test_heads_learn(tmp_path, monkeypatch):
     assert all(torch.equal(one, dense(other)) for one, other in zip(before, MODEL.parameters(), strict=True))
     heads.save(tmp_path, "tiny")
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    assisted = guessing(MedusaDrafter(load_heads(tmp_path, MODEL)), tree_size=8)
+    assisted = guessing(MODEL, MedusaDrafter(load_heads(tmp_path, MODEL)), tree_size=8)
     outputs = assisted.generate(PROMPTS[:3], params)
     same(outputs, tiny_llm(MODEL).generate(PROMPTS[:3], params))
     assert all(output.tree.usage.accepted_length > 2 for output in outputs)
