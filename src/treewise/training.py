@@ -30,8 +30,10 @@ ABREAST = 48
 """Talks that go on side by side."""
 VOCABULARY = 8192
 """Tokens that heads choose from: fewer make heads cheap, and the rare ones are hardly ever guessed anyway."""
-BATCH = 1024
-"""Tokens of a step of training."""
+SEGMENT, SEGMENTS = 64, 16
+"""Tokens in a row, and such rows, that a step of training takes."""
+LIKELY = 4
+"""Tokens of the model's choice that a head learns: the likeliest, with their probabilities."""
 WARM_UP = 20
 """Steps in which the rate of learning rises to the highest."""
 RATE = 2e-3
@@ -151,8 +153,9 @@ def train(
 ) -> MedusaHeads:
     """Train heads that share the model's output matrix to say at once what the model says some tokens later.
 
-    A head learns the model's whole distribution there, not only the token that came: the model's states are known, and
-    so is what it makes of them.
+    A head learns the likeliest tokens there, not only the one that came: the model's states are known, and so is what
+    it makes of them. It learns to tell them from all that are likely somewhere in the step of training, which takes a
+    small part of the output matrix.
 
     Parameters
     ----------
@@ -164,31 +167,43 @@ def train(
     say : callable, optional
         Told after each step how much of the time is over, from 0 to 1, the loss, and how often each head was right.
     """
+    start = perf_counter()
     vocabulary = frequent(taught, model.config.vocab_size).to(model.device)
     heads = MedusaHeads.untrained(model, num_heads, num_layers, vocabulary)
-    output = output_rows(model, vocabulary)
+    output = output_rows(model, vocabulary).float()
     states = torch.cat([lesson.states for lesson in taught])
+    odds, tokens = _likely(states, output)
     # Head k learns, from the state of token i, what the state of token i + 1 + k of the same lesson says.
     lengths = np.array([len(lesson.states) for lesson in taught])
     places = np.arange(len(states))
-    usable = torch.from_numpy(places[places + num_heads < np.repeat(np.cumsum(lengths), lengths)])
+    usable = torch.from_numpy(places + num_heads < np.repeat(np.cumsum(lengths), lengths)).to(model.device)
+    begins = usable.nonzero()[:, 0]
+    offsets = torch.arange(1, num_heads + 1, device=model.device)[:, None]
     optimizer = torch.optim.AdamW(heads.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    start = perf_counter()
     for step in count():
         over = (perf_counter() - start) / seconds
         if over >= 1:
             break
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (1 - over)
-        rows = usable[torch.randint(len(usable), (BATCH,))]
-        ahead, where = (rows + torch.arange(1, num_heads + 1)[:, None]).unique(return_inverse=True)
-        with torch.no_grad():
-            wanted = F.linear(states[ahead], output).float().softmax(-1)[where.flatten()]
-        logits = F.linear(heads.blocks(states[rows]).flatten(0, 1), output).float()
-        loss = F.cross_entropy(logits, wanted)
+        first = begins[torch.randint(len(begins), (SEGMENTS, 1), device=model.device)]
+        rows = ((first + torch.arange(SEGMENT, device=model.device)) % len(states)).flatten()
+        rows = rows[usable[rows]]
+        ahead = (rows + offsets).flatten()  # head by head
+        choice, places_of = tokens[ahead].unique(return_inverse=True)
+        logits = F.linear(heads.blocks(states[rows].float()).flatten(0, 1), output[choice])
+        wanted = odds[ahead]
+        loss = -(wanted * logits.log_softmax(-1).gather(1, places_of)).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        right = (logits.argmax(-1) == wanted.argmax(-1)).float().unflatten(0, (num_heads, -1)).mean(1)
+        right = (logits.argmax(-1) == places_of[:, 0]).float().unflatten(0, (num_heads, -1)).mean(1)
         say(over, loss.item(), right.tolist())
     return heads.requires_grad_(False)
+
+
+@torch.no_grad()
+def _likely(states: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of the likeliest tokens behind each state, the likeliest first, and which they are."""
+    parts = [F.linear(part.float(), output).topk(LIKELY, dim=-1) for part in states.split(SEGMENT * SEGMENTS)]
+    return torch.cat([part.values.softmax(-1) for part in parts]), torch.cat([part.indices for part in parts])

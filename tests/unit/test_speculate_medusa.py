@@ -154,8 +154,7 @@ def test_the_first_head_guesses_what_follows_the_pending_token():
 OPTIONS = [{}, {"page_size": 1}, {"num_kv_slots": 240}, {"max_num_rows": 9}, {"looks_ahead": True}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("own", "options"), [(False, {}), *((True, options) for options in OPTIONS)], ids=str)
 def test_what_is_decoded_is_what_plain_decoding_gives(tmp_path, options, own):
     for params in (
         GREEDY,

@@ -70,14 +70,14 @@ def dense(weight: torch.Tensor) -> torch.Tensor:
 def test_heads_learn(tmp_path, monkeypatch):
     """Heads that have seen texts again and again guess them; a random model makes none that others are like."""
     monkeypatch.setattr(training, "RATE", 2e-2)
-    monkeypatch.setattr(training, "BATCH", 256)
+    monkeypatch.setattr(training, "SEGMENTS", 4)
     llm = tiny_llm(MODEL)
     before = [dense(parameter).clone() for parameter in MODEL.parameters()]
     taught = list(read(llm, PROMPTS[:3], GREEDY, seconds=10_000))
     seen: list[tuple[float, list[float]]] = []
     torch.manual_seed(0)
-    heads = train(MODEL, taught, 3, 1, 400, lambda over, loss, right: seen.append((loss, list(right))))
-    assert len(seen) == 399 and seen[-1][0] < 0.8 * seen[0][0]
+    heads = train(MODEL, taught, 3, 1, 300, lambda over, loss, right: seen.append((loss, list(right))))
+    assert len(seen) == 299 and seen[-1][0] < 0.8 * seen[0][0]
     assert all(last > first + 0.2 for first, last in zip(seen[0][1], seen[-1][1], strict=True))
     assert all(torch.equal(one, dense(other)) for one, other in zip(before, MODEL.parameters(), strict=True))
     heads.save(tmp_path, "tiny")

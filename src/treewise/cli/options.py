@@ -174,8 +174,8 @@ class ModelOptions:
     engine_seed : int
         Root of the random streams of requests that have no seed of their own.
     speculate : str
-        Who guesses what follows, so that a step may verify several tokens: ngram, ngram:shared or draft:MODEL; nobody
-        if left out.
+        Who guesses what follows, so that a step may verify several tokens: ngram, ngram:shared, draft:MODEL,
+        medusa:FOLDER or eagle:FOLDER; nobody if left out.
     tree_size : int
         The most guesses for one branch and step.
     """

@@ -139,7 +139,7 @@ def load_eagle(folder: Path, model: CausalLM) -> EagleHead:
     unused = sorted(name for name in tensors if name not in used and not name.endswith("inv_freq"))
     if unused:
         raise ValueError(f"speculate: {folder}: a head of EAGLE-1 has no {', '.join(unused[:5])}")
-    head.rope = Rotary(config.layer_ropes[0]).to(model.device)
+    head.rope.to(model.device)
     return head.eval()
 
 

@@ -63,10 +63,10 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def untrained(cls, model: CausalLM, num_heads: int, num_layers: int, vocabulary: Tensor | None) -> MedusaHeads:
-        """Return heads whose blocks change nothing yet, and that share the model's output matrix."""
-        size = model.config.hidden_size
-        weight = torch.zeros(num_layers, num_heads, size, size, dtype=model.dtype, device=model.device)
-        bias = torch.zeros(num_layers, num_heads, size, dtype=model.dtype, device=model.device)
+        """Return heads whose blocks change nothing yet, in float32 to be trained, that share the model's output."""
+        size, device = model.config.hidden_size, model.device
+        weight = torch.zeros(num_layers, num_heads, size, size, device=device)
+        bias = torch.zeros(num_layers, num_heads, size, device=device)
         return cls(weight, bias, shared_output(model, vocabulary), vocabulary)
 
     @property
