@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from treewise.cli.options import ModelOptions, working
 from treewise.config import check_integer
 
-LESSONS = 0.5
+LESSONS = 0.7
 """Share of the time in which the model reads and talks; the rest is training."""
 
 
