@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treewise.ops import INTERPRETED
 from treewise.sampler import SamplingRow, edited_logits, random_words, sample
 
 
@@ -64,7 +64,7 @@ class Choices:
 
 def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Choices:
     """Choose the next token of each row, see `sample`; what there is to know about it comes to the host in one copy."""
-    if logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+    if logits.is_cuda or INTERPRETED:
         return Choices(*_draw_fused(logits, rows, eos_token_ids))
     tokens, tops = sample(logits, rows, eos_token_ids), logits.amax(dim=-1)
     # The largest probability is exp(top - log-sum-exp); a softmax takes half the time of a log-sum-exp.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 from torch import Tensor
 
+from treewise.ops import INTERPRETED
 from treewise.sampler import Distributions, log_probs
 
 
 def distributions(logits: Tensor) -> Distributions:
     """Return the distributions of raw `logits` [rows, vocab]."""
-    if logits.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+    if logits.is_cuda or INTERPRETED:
         # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
         from treewise import peaks
 

@@ -7,14 +7,14 @@ without waiting for the device. Programs share rows; where they do, what each fo
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from treewise.attention.backend import power_of_2
-from treewise.plan.devices import capability
+from treewise.plan.devices import overlap
 
 PROGRAMS = 512
 """Programs that a few rows are shared by."""
@@ -54,7 +54,7 @@ def tops(logits: torch.Tensor) -> torch.Tensor:
     largest = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     top_parts[(rows, parts)](
         logits, largest, logits.stride(0), vocab_size, _length(vocab_size, parts),
-        PARTS=parts, BLOCK=BLOCK, num_warps=8, **_overlap(logits),
+        PARTS=parts, BLOCK=BLOCK, num_warps=8, **overlap(logits.device),
     )  # fmt: skip
     return largest
 
@@ -119,7 +119,7 @@ def draw(
     vocab_size = logits.shape[1]
     draw_parts[(rows, parts)](
         logits, tops, temperatures, lowest, words, best, token, exponentials, differences, logits.stride(0),
-        vocab_size, _length(vocab_size, parts), rows, PARTS=parts, BLOCK=BLOCK, num_warps=8, **_overlap(logits),
+        vocab_size, _length(vocab_size, parts), rows, PARTS=parts, BLOCK=BLOCK, num_warps=8, **overlap(logits.device),
     )  # fmt: skip
     return Parts(best, token, exponentials, differences)
 
@@ -150,19 +150,13 @@ def finish(logits: torch.Tensor, tops: torch.Tensor, drawn: Parts, raw: Parts) -
     choices = torch.empty((rows, 4), dtype=torch.float64, device=logits.device)
     finish_rows[(rows,)](
         logits, tops, drawn.best, drawn.token, raw.exponentials, raw.differences, tokens, choices, logits.stride(0),
-        vocab_size, PARTS=tops.shape[1], num_warps=1, **_overlap(logits),
+        vocab_size, PARTS=tops.shape[1], num_warps=1, **overlap(logits.device),
     )  # fmt: skip
     return tokens, choices
 
 
 def _length(vocab_size: int, parts: int) -> int:
     return -(-vocab_size // (parts * BLOCK)) * BLOCK
-
-
-def _overlap(logits: torch.Tensor) -> dict[str, Any]:
-    """Return what a kernel is launched with where it may start before the one in front of it has ended."""
-    overlap = logits.is_cuda and capability(logits.device) >= (9, 0)
-    return {"OVERLAP": overlap, "launch_pdl": overlap}
 
 
 @triton.jit

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from treewise.attention.backend import FP8, power_of_2
 from treewise.ops import kernels
 from treewise.ops.plain import Heads
-from treewise.plan.devices import capability, multiprocessors
+from treewise.plan.devices import capability, multiprocessors, overlap
 
 COLUMNS = 1024
 """Columns of a program that takes a part of a row: eight a thread of its four warps."""
@@ -30,11 +28,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `treewise.ops.linear`; for a single row."""
     outputs, inputs = weight.shape
     out = x.new_empty((1, outputs))
-    overlap = _overlap(x.device)
-    resident = RESIDENT * multiprocessors(x.device) if overlap["OVERLAP"] else 0
+    resident = RESIDENT * multiprocessors(x.device)
     kernels.multiply_row[(-(-outputs // OUTPUTS),)](
         x, weight, bias, out, outputs, resident,
-        INPUTS=inputs, OUTPUTS=OUTPUTS, COLUMNS=COLUMNS, STAGES=STAGES, AHEAD=AHEAD, num_warps=4, **overlap,
+        INPUTS=inputs, OUTPUTS=OUTPUTS, COLUMNS=COLUMNS, STAGES=STAGES, AHEAD=AHEAD, num_warps=4, **overlap(x.device),
     )  # fmt: skip
     return out
 
@@ -49,7 +46,7 @@ def rms_norm(
     block = power_of_2(x.shape[1])
     kernels.norm_rows[(len(x),)](
         x, None if residual is None else residual.contiguous(), weight, normed, total, eps,
-        SIZE=x.shape[1], BLOCK=block, OFFSET=offset, num_warps=max(1, min(16, block // 256)), **_overlap(x.device),
+        SIZE=x.shape[1], BLOCK=block, OFFSET=offset, num_warps=max(1, min(16, block // 256)), **overlap(x.device),
     )  # fmt: skip
     return normed, total
 
@@ -61,7 +58,7 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty((rows, size))
     kernels.gate_rows[(rows, -(-size // COLUMNS))](
         gate_up, out, SIZE=size, BLOCK=COLUMNS, GELU={"silu": False, "gelu_pytorch_tanh": True}[activation],
-        num_warps=4, **_overlap(gate_up.device),
+        num_warps=4, **overlap(gate_up.device),
     )  # fmt: skip
     return out
 
@@ -81,12 +78,6 @@ def rotate_and_store(
         stacked, heads.cos, heads.sin, heads.q_norm, heads.k_norm, q, k, v, k_scale, v_scale, slots, heads.eps,
         torch.finfo(k.dtype).max, *k.stride()[:2], *v.stride()[:2],
         HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=dim // 2, HALF_PAD=half_pad, BLOCK=block, OFFSET=heads.offset,
-        LIMITED=k.dtype == FP8, num_warps=4, **_overlap(stacked.device),
+        LIMITED=k.dtype == FP8, num_warps=4, **overlap(stacked.device),
     )  # fmt: skip
     return q
-
-
-def _overlap(device: torch.device) -> dict[str, Any]:
-    """Return what a kernel is launched with where it may start before the one in front of it has ended."""
-    overlap = capability(device) >= (9, 0)
-    return {"OVERLAP": overlap, "launch_pdl": overlap}

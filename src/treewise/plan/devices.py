@@ -23,6 +23,13 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Return what a kernel is launched with where it may start before the one in front of it has ended."""
+    early = capability(device) >= (9, 0)
+    return {"OVERLAP": early, "launch_pdl": early}
+
+
+@functools.cache
 def default_backend(device: torch.device) -> str:
     """Name the backend that runs plans where none is asked for."""
     if device.type != "cuda":
