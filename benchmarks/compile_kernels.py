@@ -114,12 +114,9 @@ def compile_ops(dtype: str) -> bool:
         (8192, 8192, False, True),
         (3584, 4096, True, False),
     ):
-        constants = {"SIZE": size, "BLOCK": block, "OFFSET": offset, "OVERLAP": True}
+        constants = {"SIZE": size, "BLOCK": block, "PARTS": 1, "OFFSET": offset, "OVERLAP": True}
         constants |= {} if residual else {"residual": None}
         spills |= compile_kernel(op_kernels.norm_rows, constants, dtype, min(16, block // 256))
-    for inputs in (4096, 14336):
-        constants = {"INPUTS": inputs, "OUTPUTS": 8, "COLUMNS": 1024, "STAGES": 4, "AHEAD": 512, "OVERLAP": True}
-        spills |= compile_kernel(op_kernels.multiply_row, constants | {"bias": None}, dtype, 4)
     for size, gelu in ((14336, False), (9216, True)):
         constants = {"SIZE": size, "BLOCK": 1024, "GELU": gelu, "OVERLAP": True}
         spills |= compile_kernel(op_kernels.gate_rows, constants, dtype, 4)

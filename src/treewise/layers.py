@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from treewise.config import ModelConfig, RopeConfig
-from treewise.ops import Heads, gated_activation, linear, pack, rms_norm
+from treewise.ops import Heads, gated_linear, linear, linear_parts, pack, rms_norm
 
 
 class Attend(Protocol):
@@ -46,6 +46,10 @@ class Linear(nn.Linear):
         """Transform rows ``x`` ``[rows, inputs]``."""
         return linear(x, self.weight, self.bias)
 
+    def parts(self, x: Tensor) -> Tensor:
+        """Transform rows for a norm, which can take them in parts, see `treewise.ops.linear_parts`."""
+        return linear_parts(x, self.weight, self.bias)
+
 
 class Embedding(nn.Embedding):
     """Rows of a table by token id, which come from a checkpoint."""
@@ -72,7 +76,7 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise rows ``x`` ``[rows, size]``."""
+        """Normalise rows ``x`` ``[rows, size]``, or what they are the sum of ``[parts, rows, size]``."""
         return self.add(x, None)[0]
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -111,13 +115,12 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Attend with rows ``x`` ``[rows, hidden]``; gives ``[rows, hidden]``."""
+        """Attend with rows ``x`` ``[rows, hidden]``; gives ``[rows, hidden]``, or parts of it for a norm."""
         heads = Heads(self.qkv(x).view(-1, self.num_stacked, self.head_dim), *angles)
         if self.query_key_norm:
             q_norm, k_norm = self.q_norm, self.k_norm
             heads = heads._replace(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps, offset=q_norm.offset)
-        projected: Tensor = self.output(attend(self.layer, heads).flatten(1))
-        return projected
+        return self.output.parts(attend(self.layer, heads).flatten(1))
 
 
 class GatedMLP(nn.Module):
@@ -130,6 +133,5 @@ class GatedMLP(nn.Module):
         self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform rows ``x`` ``[rows, hidden]``; gives ``[rows, hidden]``."""
-        projected: Tensor = self.down(gated_activation(self.gate_up(x), self.activation))
-        return projected
+        """Transform rows ``x`` ``[rows, hidden]``; gives ``[rows, hidden]``, or parts of it for a norm."""
+        return self.down.parts(gated_linear(x, self.gate_up.weight, self.gate_up.bias, self.activation))

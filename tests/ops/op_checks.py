@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from treewise import ops
 from treewise.ops import ACTIVATIONS, Heads, fused, plain
 
 FP8 = torch.float8_e4m3fn
@@ -38,13 +39,32 @@ def norms_agree(device: str, dtype: torch.dtype, size: int, rows: int = 5) -> No
             assert torch.equal(total.cpu(), expected[1]) and torch.equal(x, before)
 
 
-def products_agree(device: str, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+def sums_of_parts_are_normalised(device: str, dtype: torch.dtype, size: int, rows: int = 5, parts: int = 4) -> None:
+    x, residual = random(parts, rows, size, dtype=torch.float32), random(rows, size, dtype=dtype, seed=1)
+    weight = random(size, dtype=dtype, seed=2)
+    for stream in (None, residual):
+        summed = x[0] + x[1] + x[2] + x[3]
+        expected = plain.rms_norm(summed.to(dtype), weight, 1e-5, False, stream)
+        moved = None if stream is None else stream.to(device)
+        found = fused.rms_norm(x.to(device), weight.to(device), 1e-5, False, moved)
+        for one, other in zip(found, expected, strict=True):
+            close(one, other)
+
+
+def products_agree(device: str, dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> None:
+    """Whole, in parts and gated, whatever computes them."""
+    ulps = 8 if dtype == torch.float32 else 2  # thousands of products in another order
     weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=1)
-    x = random(1, inputs, dtype=dtype, seed=2) / inputs**0.5
+    x = random(rows, inputs, dtype=dtype, seed=2) / inputs**0.5
     for added in (None, bias):
         exact = x.double() @ weight.double().T + (0 if added is None else added.double())
-        found = fused.linear(x.to(device), weight.to(device), None if added is None else added.to(device))
-        close(found, exact.to(dtype))
+        moved = x.to(device), weight.to(device), None if added is None else added.to(device)
+        close(ops.linear(*moved), exact.to(dtype), ulps=ulps)
+        parts = ops.linear_parts(*moved)
+        close((parts if parts.dim() == 2 else parts.sum(0)).to(dtype), exact.to(dtype), ulps=ulps)
+        for activation in ACTIVATIONS:
+            # A last bit of what is activated shows as a few of the result's.
+            close(ops.gated_linear(*moved, activation), plain.gated_activation(exact.to(dtype), activation), ulps=16)
 
 
 def activations_agree(device: str, dtype: torch.dtype, size: int, rows: int = 3) -> None:

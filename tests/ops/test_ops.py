@@ -156,8 +156,10 @@ class TestOnGPU:
             op_checks.norms_agree("cuda", dtype, size, rows=300)
         for size in (4, 1000, 1024, 14336):
             op_checks.activations_agree("cuda", dtype, size, rows=300)
-        for inputs, outputs in ((4096, 6144), (14336, 4096), (576, 1000), (2500, 17)):
-            op_checks.products_agree("cuda", dtype, inputs, outputs)
+            op_checks.sums_of_parts_are_normalised("cuda", dtype, size, rows=70)
+        for inputs, outputs in ((4096, 6144), (14336, 4096), (576, 1000), (960, 128), (2500, 18)):
+            for rows in (1, 2, 17, 50, 128, 129):
+                op_checks.products_agree("cuda", dtype, inputs, outputs, rows)
         for shape in op_checks.SHAPES:
             for kv_dtype, scaled in ((dtype, False), (FP8, False), (FP8, True)):
                 op_checks.heads_are_rotated_and_stored("cuda", dtype, shape, kv_dtype, scaled)

@@ -206,6 +206,8 @@ def reduce_entries(
 
     A row without entries becomes 0; a row whose query is -1 is none.
     """
+    if OVERLAP:  # the next kernel may start as soon as all programs of this one have
+        gdc_launch_dependents()
     blocks: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // blocks
     head = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

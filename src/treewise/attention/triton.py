@@ -195,7 +195,7 @@ def prepare(plan: Plan) -> Work:
     if work is None:
         row_bytes = _dim_pad(plan) * plan.dtype.itemsize
         # Few rows are merged by many programs at once, each a row's entries in one go; many rows fill the device.
-        few = len(plan.reduce_rows) * plan.num_heads <= 2 * multiprocessors(plan.device)
+        few = len(plan.reduce_rows) * plan.num_heads <= 12 * multiprocessors(plan.device)
         entries = min(32 if few else 8, max(2, power_of_2(int(np.diff(plan.reduce_indptr).max(initial=1)))))
         work = plan.prepared[TritonBackend.name] = Work(
             launches=_launches(plan, row_bytes),

@@ -122,7 +122,7 @@ class CausalLM(nn.Module):
         for layer, rope in zip(self.layers, self.layer_ropes, strict=True):
             x, residual = layer(x, residual, angles[rope], attend)
         if wanted is not None:
-            x = x.index_select(0, wanted)
+            x = x.index_select(-2, wanted)
             residual = None if residual is None else residual.index_select(0, wanted)
         return self.norm.add(x, residual)[0]
 

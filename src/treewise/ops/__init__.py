@@ -19,10 +19,21 @@ import torch
 from torch import Tensor
 
 from treewise.ops import plain
-from treewise.ops.packed import linear, pack
 from treewise.ops.plain import ACTIVATIONS, Heads, rotate
+from treewise.ops.products import linear, linear_parts, of_few_rows, pack
 
-__all__ = ["ACTIVATIONS", "Heads", "gated_activation", "linear", "pack", "rms_norm", "rotate", "rotate_and_store"]
+__all__ = [
+    "ACTIVATIONS",
+    "Heads",
+    "gated_activation",
+    "gated_linear",
+    "linear",
+    "linear_parts",
+    "pack",
+    "rms_norm",
+    "rotate",
+    "rotate_and_store",
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on a CPU too. Read once, as by Triton: it would take longer than the choice that hangs on it."""
@@ -35,7 +46,8 @@ def rms_norm(
 
     Parameters
     ----------
-    x : Tensor [rows, size]
+    x : Tensor [rows, size], or [parts, rows, size]
+        Itself or, from `linear_parts`, what it is the sum of.
     weight : Tensor [size]
     eps : float
         Added to the mean square.
@@ -52,6 +64,14 @@ def rms_norm(
     """
     results: tuple[Tensor, Tensor] = _implementation(x).rms_norm(x, weight, eps, offset, residual)
     return results
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Return the `gated_activation` of the product of rows ``x`` [rows, inputs] with a stacked matrix, see `linear`."""
+    if (kernels := of_few_rows(x, weight, gated=True)) is not None:
+        gated: Tensor = kernels.multiply(x, weight, bias, activation)
+        return gated
+    return gated_activation(linear(x, weight, bias), activation)
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:

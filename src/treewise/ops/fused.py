@@ -8,32 +8,10 @@ from torch import Tensor
 from treewise.attention.backend import FP8, power_of_2
 from treewise.ops import kernels
 from treewise.ops.plain import Heads
-from treewise.plan.devices import capability, multiprocessors, overlap
+from treewise.plan.devices import overlap
 
 COLUMNS = 1024
 """Columns of a program that takes a part of a row: eight a thread of its four warps."""
-OUTPUTS, STAGES, AHEAD = 8, 4, 512
-"""Of a program that multiplies a single row: rows of the matrix; steps under way at once; columns fetched ahead."""
-RESIDENT = 4
-"""Such programs that a multiprocessor has room for at once: their steps take 55 KB each."""
-
-
-def multiplies(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` is faster than PyTorch's: a single row of 16 bits, on a GPU whose kernels start early."""
-    alike = x.dtype == weight.dtype and x.element_size() == 2 and x.is_contiguous() and weight.is_contiguous()
-    return alike and len(x) == 1 and capability(x.device) >= (9, 0) and x.shape[1] >= AHEAD
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `treewise.ops.linear`; for a single row."""
-    outputs, inputs = weight.shape
-    out = x.new_empty((1, outputs))
-    resident = RESIDENT * multiprocessors(x.device)
-    kernels.multiply_row[(-(-outputs // OUTPUTS),)](
-        x, weight, bias, out, outputs, resident,
-        INPUTS=inputs, OUTPUTS=OUTPUTS, COLUMNS=COLUMNS, STAGES=STAGES, AHEAD=AHEAD, num_warps=4, **overlap(x.device),
-    )  # fmt: skip
-    return out
 
 
 def rms_norm(
@@ -41,14 +19,17 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """See `treewise.ops.rms_norm`."""
     x = x.contiguous()
-    normed = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
-    block = power_of_2(x.shape[1])
-    kernels.norm_rows[(len(x),)](
+    rows, size = x.shape[-2:]
+    parts = len(x) if x.dim() == 3 else 1
+    normed = torch.empty((rows, size), dtype=weight.dtype if x.dim() == 3 else x.dtype, device=x.device)
+    total = None if residual is None and x.dim() == 2 else torch.empty_like(normed)
+    block = power_of_2(size)
+    kernels.norm_rows[(rows,)](
         x, None if residual is None else residual.contiguous(), weight, normed, total, eps,
-        SIZE=x.shape[1], BLOCK=block, OFFSET=offset, num_warps=max(1, min(16, block // 256)), **overlap(x.device),
+        SIZE=size, BLOCK=block, PARTS=parts, OFFSET=offset, num_warps=max(1, min(16, block // 256)),
+        **overlap(x.device),
     )  # fmt: skip
-    return normed, total
+    return normed, x if total is None else total
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:

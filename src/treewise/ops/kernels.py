@@ -16,46 +16,11 @@ gdc_launch_dependents, gdc_wait = tl.extra.cuda.gdc_launch_dependents, tl.extra.
 
 
 @triton.jit
-def multiply_row(
-    x, weight, bias, out, outputs, resident,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Multiply one row with OUTPUTS rows of a matrix a program: grid (blocks of outputs,).
-
-    The matrix is no kernel's result: the first AHEAD columns of it are brought to the L2 cache while the kernel before
-    still runs, by the programs that there is room for at once, the first `resident`.
-    """
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    start = weight + output.to(tl.int64)[:, None] * INPUTS
-    known = (output < outputs)[:, None]
-    column = tl.arange(0, COLUMNS)
-    if OVERLAP:
-        gdc_launch_dependents()
-        if (tl.program_id(0) < resident) & (outputs % OUTPUTS == 0):
-            line = start + tl.arange(0, AHEAD // 64)[None, :] * 64  # of 128 bytes
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-            )
-        gdc_wait()
-    products = tl.zeros([OUTPUTS, COLUMNS], tl.float32)
-    for first in tl.range(0, INPUTS, COLUMNS, num_stages=STAGES):
-        inside = first + column < INPUTS
-        factor = tl.load(start + (first + column)[None, :], mask=known & inside[None, :], other=0.0)
-        part = tl.load(x + first + column, mask=inside, other=0.0)
-        products += part.to(tl.float32)[None, :] * factor.to(tl.float32)
-    result = tl.sum(products, 1)
-    if bias is not None:
-        result += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)
-    tl.store(out + output, result.to(out.dtype.element_ty), mask=output < outputs)
-
-
-@triton.jit
 def norm_rows(
     x, residual, weight, normed, total, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Add a row to its residual, if there is one, and normalise it: grid (rows,)."""
+    """Add a row, the sum of its parts, to its residual, if there is one, and normalise it: grid (rows,)."""
     if OVERLAP:
         gdc_launch_dependents()
     column = tl.arange(0, BLOCK)
@@ -65,8 +30,12 @@ def norm_rows(
         gdc_wait()
     place = tl.program_id(0).to(tl.int64) * SIZE + column
     wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        wide += tl.load(x + part * tl.num_programs(0) * SIZE + place, mask=inside, other=0.0)
     if residual is not None:
-        added = (wide + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        wide = _round(wide, total.dtype.element_ty) + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    if total is not None:
+        added = wide.to(total.dtype.element_ty)
         tl.store(total + place, added, mask=inside)
         wide = added.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)

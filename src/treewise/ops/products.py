@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from treewise.plan.devices import default_backend
 
 ROWS = 16
 """Rows of the products that matrices are laid out for: from 4 rows on, the layout hardly differs."""
@@ -38,10 +43,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
-    if x.is_cuda:
-        # Imported here because Triton is not there on every machine.
-        from treewise.ops import fused
-
-        if fused.multiplies(x, weight):
-            return fused.linear(x, weight, bias)
+    kernels = of_few_rows(x, weight)
+    if kernels is not None and kernels.is_whole(x, weight):
+        return cast(Tensor, kernels.multiply(x, weight, bias))
     return F.linear(x, weight, bias)
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply as `linear` does, but leave the last sum to who takes the product, such as `treewise.ops.rms_norm`.
+
+    Returns
+    -------
+    Tensor
+        The product [rows, outputs], or what it is the sum of, float32 [parts, rows, outputs]: where the outputs are
+        too few for all of a GPU, it shares the inputs out.
+    """
+    kernels = of_few_rows(x, weight)
+    return linear(x, weight, bias) if kernels is None else cast(Tensor, kernels.multiply(x, weight, bias))
+
+
+def of_few_rows(x: Tensor, weight: Tensor, *, gated: bool = False) -> ModuleType | None:
+    """Return the kernels that multiply few rows on a Hopper GPU, if they can multiply these."""
+    if not x.is_cuda or default_backend(x.device) != "hopper":
+        return None
+    # Imported here because it needs a newer Triton than the rest.
+    from treewise.ops import hopper
+
+    return hopper if hopper.suits(x, weight, gated) else None

@@ -56,6 +56,9 @@ class Shared:
     def index(self, place):
         return Shared(self.array[int(place)]) if self.array.dtype != object else self.array[int(place)]
 
+    def slice(self, start, length):
+        return Shared(self.array[start : start + length])
+
     def permute(self, order):
         return Shared(self.array.transpose(order))
 
@@ -66,20 +69,47 @@ class Shared:
         self.array[...] = values
 
 
+class TensorDescriptor:
+    """A matrix whose tiles are copied whole; what lies beyond its edges is zero."""
+
+    layout = None
+
+    def __init__(self, array, block):
+        self.array, self.block, self.dtype = array, block, array.dtype.type
+
+    @classmethod
+    def from_tensor(cls, tensor, block, layout):
+        return cls(tensor.numpy(), block)
+
+    def load(self, corner, barrier, shared):
+        """Copy a tile at once; its bytes arrive."""
+        row, column = (int(place) for place in corner)
+        tile = self.array[row : row + self.block[0], column : column + self.block[1]]
+        assert shared.array.shape == tuple(self.block)
+        shared.array[...] = 0
+        shared.array[: tile.shape[0], : tile.shape[1]] = tile
+        barrier.expect(-shared.array.nbytes, arrivals=0)
+
+
 class Barrier:
-    """An mbarrier: a phase ends when as many threads as it was initialised with have arrived."""
+    """An mbarrier: a phase ends when as many threads as it was initialised with have arrived, and all bytes."""
 
     changed = threading.Condition()
     failed: ClassVar[list[BaseException]] = []
 
     def init(self, count):
-        self.count, self.left, self.phase = count, count, 0
+        self.count, self.left, self.phase, self.bytes = count, count, 0, 0
 
     def arrive(self, count=1):
+        self.expect(0, arrivals=count)
+
+    def expect(self, size, arrivals=1):
         with self.changed:
-            assert count <= self.left, "more arrivals than the barrier waits for"
-            self.left -= count
-            if self.left == 0:
+            assert arrivals <= self.left, "more arrivals than the barrier waits for"
+            self.left -= arrivals
+            self.bytes += size
+            assert self.bytes >= 0, "more bytes than the barrier waits for"
+            if self.left == self.bytes == 0:
                 self.left, self.phase = self.count, self.phase + 1
                 self.changed.notify_all()
 
@@ -97,7 +127,7 @@ class Machine(threading.local):
 
 
 MACHINE = Machine()
-GRID = [0, 1]
+GRID = [(0,), (1,)]  # the program's place, and how many there are
 
 
 def load(pointer, mask=True, other=0):
@@ -179,8 +209,8 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, maxnreg, launch_pdl, **constants):
             pointers = [Pointer(x.numpy().reshape(-1)) if hasattr(x, "numpy") else x for x in arguments]
-            for program in range(*grid):
-                GRID[:] = program, *grid
+            for program in np.ndindex(*grid):
+                GRID[:] = program, grid
                 with np.errstate(all="ignore"):
                     self.function(*pointers, **constants)
 
@@ -191,12 +221,16 @@ def jit(function=None, **options):
     return Kernel(function) if function else Kernel
 
 
+def constexpr(value):
+    return type("Constant", (type(value),), {"value": value})(value)
+
+
 LANGUAGE = SimpleNamespace(
-    constexpr=lambda value: value,
+    constexpr=constexpr,
     static_range=range,
-    int32=np.int32, int64=np.int64, uint32=np.uint32, float32=np.float32,
+    int32=np.int32, int64=np.int64, uint32=np.uint32, float32=np.float32, float16=np.float16,
     load=load, store=store, allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
-    program_id=lambda axis: tensor(GRID[0]), num_programs=lambda axis: tensor(GRID[1]),
+    program_id=lambda axis: tensor(GRID[0][axis]), num_programs=lambda axis: tensor(GRID[1][axis]),
     inline_asm_elementwise=lambda *arguments, **options: None,
     arange=lambda start, end, layout: tensor(np.arange(start, end, dtype=np.int32)),
     zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)),
@@ -211,7 +245,7 @@ LANGUAGE = SimpleNamespace(
     maximum=lambda x, y: tensor(np.maximum(x, y)),
     max=lambda x, axis: tensor(np.max(np.asarray(x), axis)),
     sum=lambda x, axis: tensor(np.sum(np.asarray(x), axis)),
-    exp2=lambda x: tensor(np.exp2(x)), log2=lambda x: tensor(np.log2(x)),
+    exp=lambda x: tensor(np.exp(x)), exp2=lambda x: tensor(np.exp2(x)), log2=lambda x: tensor(np.log2(x)),
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda shape, dtype: None),
     **dict.fromkeys(
         ("SwizzledSharedLayout", "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"),
@@ -224,8 +258,11 @@ HOPPER = SimpleNamespace(
         MBarrierLayout=lambda: "barriers",
         init=Barrier.init,
         arrive=Barrier.arrive,
+        expect=Barrier.expect,
         wait=Barrier.wait,
     ),
+    tma=SimpleNamespace(async_load=TensorDescriptor.load),
+    TensorDescriptor=TensorDescriptor,
     fence_async_shared=lambda: None,
     warpgroup_mma=multiply,
     warpgroup_mma_wait=wait_for_products,
@@ -238,7 +275,8 @@ def import_kernels(name: str, monkeypatch) -> ModuleType:
     package = "triton.experimental"
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(gluon=gluon))
     monkeypatch.setitem(sys.modules, f"{package}.gluon", gluon)
-    monkeypatch.setitem(sys.modules, f"{package}.gluon.language.nvidia.hopper", HOPPER)
+    for part in ("language.nvidia", "nvidia"):
+        monkeypatch.setitem(sys.modules, f"{package}.gluon.{part}.hopper", HOPPER)
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
