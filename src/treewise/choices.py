@@ -34,6 +34,32 @@ class Choice(NamedTuple):
     certainty: float
 
 
+class Chosen:
+    """Choices that the host knows, each made when it is asked for.
+
+    Parameters
+    ----------
+    fields : list of lists of float, [rows, 4]
+        Those of each `Choice`.
+
+    Attributes
+    ----------
+    tokens : list of int, [rows]
+    """
+
+    def __init__(self, fields: list[list[float]]) -> None:
+        self._fields = fields
+        self.tokens = [int(token) for token, _, _, _ in fields]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, row: int) -> Choice:
+        """Return the choice of one row."""
+        _, logprob, valid, certainty = self._fields[row]
+        return Choice(self.tokens[row], logprob, bool(valid), certainty)
+
+
 class Choices:
     """The next tokens of rows: on the device at once, on the host as soon as they are there.
 
@@ -53,13 +79,11 @@ class Choices:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def read(self) -> list[Choice]:
+    def read(self) -> Chosen:
         """Return the choices; waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
-        return [
-            Choice(int(token), logprob, bool(valid), sure) for token, logprob, valid, sure in self._choices.tolist()
-        ]
+        return Chosen(self._choices.tolist())
 
 
 def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Choices:

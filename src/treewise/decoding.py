@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treewise.awaitables import Decode
 from treewise.branch import Branch, depth_first
-from treewise.choices import Choice, Choices, choose
+from treewise.choices import Choice, Choices, Chosen, choose
 from treewise.config import SamplingParams
 from treewise.constraint import Constraint
 from treewise.controller import Drawing, Leaf, Leaves, Ranking, TreeView
@@ -193,7 +193,7 @@ class DecodeRun:
             row = self._row(leaf, params, params.has_penalties)
             draws.append((row, own.place))
             if own.draft is not None:
-                rows = own.draft.sampling_rows()
+                rows = own.draft.sampling_rows(range(len(own.draft.rows)))
                 draws += [(guess, (own.place[0], own.draft.first + node)) for node, guess in enumerate(rows)]
         return draws
 
@@ -230,7 +230,7 @@ class DecodeRun:
         self._drawn = {}
         self._await_logits()
 
-    def know(self, choices: Sequence[Choice]) -> Gain:
+    def know(self, choices: Chosen) -> Gain:
         """Take what was assumed for what it is; after an error, the leaves end before what is not known of them.
 
         Raises
@@ -271,12 +271,12 @@ class DecodeRun:
             self._gained.append(leaf)
             self._read(leaf, choice.token)
 
-    def _follow(self, leaf: Branch, drawn: _Draw, choices: Sequence[Choice]) -> int:
+    def _follow(self, leaf: Branch, drawn: _Draw, choices: Chosen) -> int:
         """Let a leaf go on behind guesses that were right, token by token; return how many tokens it gained so."""
         draft = cast(Draft, drawn.draft)
-        own = choices[drawn.number : drawn.number + 1 + len(draft.rows)]
-        right = draft.right(own)
-        following = [own[1 + node] for node in right]
+        first = drawn.number + 1
+        right = draft.right(choices.tokens[drawn.number : first + len(draft.rows)])
+        following = [choices[first + node] for node in right]
         places = [(drawn.place[0], draft.first + node) for node in right]
         candidates = self._candidates([(each.token, place) for each, place in zip(following, places, strict=True)])
         observe = cast(Drawing, self.controller).observe

@@ -68,12 +68,12 @@ def rows_under_grammars_are_drawn_alike(device):
         for number, params in enumerate(PARAMS * 2)
     ]
     logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(1)) * 3
-    choices = choose(logits.to(device), rows, (0,)).read()
+    choices = list(choose(logits.to(device), rows, (0,)).read())
     assert [choice.token for choice in choices] == sample(logits, rows, (0,)).tolist()
     assert all(chr(choice.token) in "abcdef" for choice in choices[1::3])
     assert all(chr(choice.token) in "0123456789" for choice in choices[2::3])
     plain = [row._replace(constraint=None) for row in rows]
-    assert choices[::3] == choose(logits.to(device), plain, (0,)).read()[::3]
+    assert choices[::3] == list(choose(logits.to(device), plain, (0,)).read())[::3]
 
 
 class Words:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from treewise.branch import BranchTree
-from treewise.choices import Choice
 from treewise.constraint import Constraint, GrammarError
 from treewise.kv import Slots
 from treewise.sampler import SamplingRow
@@ -65,18 +64,20 @@ class Draft:
         """Return the guesses as nodes of one token each."""
         return Shape(self.tree.parents.copy(), np.ones(len(self.tree), np.int64), self.slot, rows)
 
-    def sampling_rows(self) -> list[SamplingRow]:
-        """Return how the token behind each guess is chosen."""
+    def sampling_rows(self, nodes: Iterable[int]) -> list[SamplingRow]:
+        """Return how the token behind each of `nodes` is chosen."""
         params, key, position, num_tokens, prompt, output, _ = self.stem.row
+        depths, penalised = self.tree.depths.tolist(), params.has_penalties
         rows = []
-        for node, (depth, constraint) in enumerate(zip(self.tree.depths.tolist(), self.constraints, strict=True)):
-            mine = [*output, *self.tree.path(node)] if params.has_penalties else ()
+        for node in nodes:
+            depth, mine = depths[node], [*output, *self.tree.path(node)] if penalised else ()
+            constraint = self.constraints[node]
             rows.append(SamplingRow(params, key, position + depth, num_tokens + depth, prompt, mine, constraint))
         return rows
 
-    def right(self, choices: Sequence[Choice]) -> list[int]:
-        """Return the nodes that agree with the choices behind the path and behind each node."""
-        return self.tree.accepted([choice.token for choice in choices])
+    def right(self, choices: Sequence[int]) -> list[int]:
+        """Return the nodes that agree with the tokens chosen behind the path and behind each node."""
+        return self.tree.accepted(choices)
 
 
 def within_grammar(tree: TokenTree, constraint: Constraint | None) -> tuple[TokenTree, list[Constraint | None]]:

@@ -152,11 +152,11 @@ class Speculator:
             ends = np.cumsum([len(draft.rows) for draft in drafts], dtype=np.int64)
             parts = [np.flatnonzero(part) for part in np.split(chosen, ends)]  # the last is empty
             drafts = [draft.take(nodes) for draft, nodes in zip(drafts, parts, strict=False) if len(nodes)]
-        bare = [draft for draft in drafts if (draft.slot < 0).any()]
-        if bare:
-            ends = np.cumsum([int((draft.slot < 0).sum()) for draft in bare])
-            for draft, slots in zip(bare, np.split(step.lend(int(ends[-1])), ends[:-1]), strict=True):
-                draft.slot[draft.slot < 0] = slots
+        lacking = [np.flatnonzero(draft.slot < 0) for draft in drafts]
+        if wanted := sum(map(len, lacking)):
+            slots = step.lend(wanted)
+            for draft, nodes in zip(drafts, lacking, strict=True):
+                draft.slot[nodes], slots = slots[: len(nodes)], slots[len(nodes) :]
         return list(drafts)
 
     def _adopt(self, draft: Draft, keys: Slots) -> None:

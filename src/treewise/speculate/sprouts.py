@@ -114,7 +114,7 @@ def grow(
             break
         ends = np.cumsum([len(sprout.newest) for sprout in going])[:-1]
         grown = [sprout.go_on(own.tolist()) for sprout, own in zip(going, np.split(slots, ends), strict=True)]
-        rows = [draft.sampling_rows()[node] for draft, newest in grown for node in newest.tolist()]
+        rows = [row for draft, newest in grown for row in draft.sampling_rows(newest.tolist())]
         _add(forward(batch.then(grown), going), going, rows)
 
 

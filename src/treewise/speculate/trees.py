@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,71 @@ from treewise.replay import drafted_parents
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+class Form:
+    """What follows from the parents of a tree alone: worked out when it is asked for, once for all trees of one form.
+
+    Parameters
+    ----------
+    parents : list of int
+        An earlier node, or -1.
+    """
+
+    def __init__(self, parents: list[int]) -> None:
+        self.parents = parents
+
+    @cached_property
+    def depths(self) -> Ints:
+        """How many nodes lead to each, itself included."""
+        depths: list[int] = []
+        for above in self.parents:
+            depths.append(1 if above < 0 else depths[above] + 1)
+        return _fixed(depths)
+
+    @cached_property
+    def depth(self) -> int:
+        """The largest of them."""
+        return int(self.depths.max(initial=0))
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """How many nodes stand below each, itself included."""
+        sizes = [1] * len(self.parents)
+        for node in range(len(sizes) - 1, -1, -1):
+            if (above := self.parents[node]) >= 0:
+                sizes[above] += sizes[node]
+        return _fixed(sizes)
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """The nodes at the top, then those right below each node."""
+        children: list[list[int]] = [[] for _ in range(len(self.parents) + 1)]
+        for node, above in enumerate(self.parents):
+            children[1 + above].append(node)
+        return children
+
+    @cached_property
+    def depth_first(self) -> Ints | None:
+        """The nodes, each right before all that is below it; None if that is how they come."""
+        order: list[int] = []
+        stack = self.children[0][::-1]
+        while stack:
+            order.append(node := stack.pop())
+            stack += self.children[1 + node][::-1]
+        return None if order == list(range(len(order))) else _fixed(order)
+
+
+def _fixed(numbers: list[int]) -> Ints:
+    array = np.array(numbers, np.int64)
+    array.flags.writeable = False  # many trees have it
+    return array
+
+
+@lru_cache(maxsize=1024)
+def _form(parents: bytes) -> Form:
+    """Return the form of a tree with these int64 parents."""
+    return Form(np.frombuffer(parents, np.int64).tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,22 +137,28 @@ class TokenTree:
         return len(self.tokens)
 
     @cached_property
+    def form(self) -> Form:
+        """What follows from the parents alone."""
+        return _form(self.parents.tobytes())
+
+    @property
     def depths(self) -> Ints:
         """How many tokens lead to each node, itself included."""
-        depths = np.ones(len(self), np.int64)
-        for node, above in enumerate(self.parents.tolist()):
-            if above >= 0:
-                depths[node] += depths[above]
-        return depths
+        return self.form.depths
+
+    @property
+    def sizes(self) -> Ints:
+        """How many nodes stand below each node, itself included."""
+        return self.form.sizes
 
     @cached_property
     def reach(self) -> Floats:
         """How likely each node and all above it are right; never more than for its parent."""
-        reach = np.minimum(self.probabilities, 1.0)
-        for node, above in enumerate(self.parents.tolist()):
+        reach: list[float] = np.minimum(self.probabilities, 1.0).tolist()
+        for node, above in enumerate(self.form.parents):
             if above >= 0:
                 reach[node] *= reach[above]
-        return reach
+        return np.array(reach)
 
     @cached_property
     def by_reach(self) -> Ints:
@@ -96,6 +167,8 @@ class TokenTree:
 
     def best(self, size: int, room: int | None = None) -> TokenTree:
         """Return the part of `size` nodes that is most likely right, no more than `room` tokens deep."""
+        if len(self) <= size and (room is None or self.form.depth <= room):
+            return self
         keep = np.ones(len(self), bool) if room is None else self.depths <= room
         order = self.by_reach
         return self.take(np.sort(order[keep[order]][:size]))
@@ -109,31 +182,15 @@ class TokenTree:
         slots = None if self.slots is None else self.slots[nodes]
         return TokenTree(self.tokens[nodes], place[self.parents[nodes]], self.probabilities[nodes], slots)
 
-    @cached_property
-    def sizes(self) -> Ints:
-        """How many nodes stand below each node, itself included."""
-        sizes = np.ones(len(self), np.int64)
-        for node in range(len(self) - 1, -1, -1):
-            if self.parents[node] >= 0:
-                sizes[self.parents[node]] += sizes[node]
-        return sizes
-
     def depth_first(self) -> TokenTree:
         """Return the tree with each node right before all that is below it."""
-        place = np.zeros(len(self), np.int64)
-        free = 0  # the next place at the top
-        following = np.zeros(len(self), np.int64)  # the next below each node
-        for node, (above, size) in enumerate(zip(self.parents.tolist(), self.sizes.tolist(), strict=True)):
-            if above < 0:
-                place[node], free = free, free + size
-            else:
-                place[node] = following[above]
-                following[above] += size
-            following[node] = place[node] + 1
-        order = np.argsort(place)
-        parents = np.append(place, -1)[self.parents[order]]
+        order = self.form.depth_first
+        if order is None:
+            return self
+        place = np.full(len(self) + 1, -1)  # the last is for the parent -1
+        place[order] = np.arange(len(self))
         slots = None if self.slots is None else self.slots[order]
-        return TokenTree(self.tokens[order], parents, self.probabilities[order], slots)
+        return TokenTree(self.tokens[order], place[self.parents[order]], self.probabilities[order], slots)
 
     def path(self, node: int) -> list[int]:
         """Return the tokens that lead to `node`, its own last."""
@@ -151,15 +208,15 @@ class TokenTree:
         choices : sequence of int, [1 + nodes]
             The token that follows the path, then the one that follows each node, as plain decoding chooses it.
         """
-        below: dict[tuple[int, int], int] = {}
-        for node, (above, token) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
-            below.setdefault((above, token), node)
+        tokens: list[int] = self.tokens.tolist()
+        children = self.form.children
         nodes: list[int] = []
-        here: int | None = below.get((-1, choices[0]))
+        here: int | None = -1
         while here is not None:
             nodes.append(here)
-            here = below.get((here, choices[1 + here]))
-        return nodes
+            chosen = choices[1 + here]
+            here = next((node for node in children[1 + here] if tokens[node] == chosen), None)
+        return nodes[1:]
 
 
 EMPTY = TokenTree.of([], [])
