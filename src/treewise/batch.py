@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,6 @@ class Growth(Protocol):
         """Return what the entries `rows` see of this as nodes, and perhaps more."""
 
 
-@runtime_checkable
 class Guesses(Growth, Protocol):
     """A growth all of which is computed at once.
 
@@ -212,7 +211,9 @@ class Batch:
         """
         if not self.growths or self._num_span_rows != len(self.spans):
             return None
-        guesses = {growth.bases[0]: growth for growth, _ in self.growths if isinstance(growth, Guesses)}
+        if any(isinstance(growth, Thicket) for growth, _ in self.growths):
+            return None
+        guesses = {growth.bases[0]: cast(Guesses, growth) for growth, _ in self.growths}
         nodes = [span.node for span in self.spans if span.store and not span.node.children]
         stems = [(node, guesses.get(node)) for node in nodes]
         ordered = [growth for _, growth in stems if growth is not None] == [growth for growth, _ in self.growths]
@@ -262,7 +263,8 @@ class Batch:
         """Return the logical position of each row, int64 [rows]."""
         if self._first_positions is None:
             starts = np.array([span.node.start + span.start for span in self.spans], np.int64)
-            self._first_positions = np.repeat(starts, self._lengths()) + self._within_spans()
+            single = self._num_span_rows == len(self.spans)
+            self._first_positions = starts if single else np.repeat(starts, self._lengths()) + self._within_spans()
         own = self._first_positions + self.grown
         return (
             np.concatenate([own, *(growth.length[rows] - 1 for growth, rows in self.growths)]) if self.growths else own
@@ -271,9 +273,10 @@ class Batch:
     def store_slots(self, kv: KVManager) -> NDArray[np.int64]:
         """Return the slot that each row's keys go to, int64 [rows]; the scratch slot for query-only rows."""
         known = self._slots[: None if kv.pool.num_moves == self._num_moves else 0]
-        scratch = np.array([kv.pool.scratch_slot], np.int32)
-        rest = self.spans[len(known) :]
-        parts = [kv.slots(s.node)[s.start : s.end] if s.store else scratch for s in rest]
+        parts = [
+            kv.slots(node)[start:end] if store else np.array([kv.pool.scratch_slot], np.int32)
+            for node, start, end, store, _ in self.spans[len(known) :]
+        ]
         return np.concatenate([known, *parts, *(growth.slot[rows] for growth, rows in self.growths)], dtype=np.int64)
 
     def tree_spec(self, kv: KVManager) -> tuple[TreeSpec, Slots]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.attention import AttentionSpec, TreeSpec, get_backend, plan_tree, run_plan
@@ -20,11 +20,20 @@ from treewise.graphs import GraphCache, Plans
 from treewise.kv import Copy, KVManager, Slots
 from treewise.models import CausalLM
 from treewise.ops import Heads, rotate_and_store
-from treewise.plan.data import upload
+from treewise.plan.data import upload_together
 from treewise.stems import StemPlanner
+from treewise.thicket import Ints
 
 ROOM = 32
 """Tokens that branches may append on a GPU before a new plan is made."""
+
+
+@dataclass(frozen=True, eq=False)
+class Move(Copy):
+    """A copy whose slots are known on the device too."""
+
+    source_there: Tensor
+    target_there: Tensor
 
 
 class Runner:
@@ -57,7 +66,7 @@ class Runner:
     graphs : GraphCache or None
         Captured steps of decoding, where asked for.
     followers : list of callable
-        Called with every `Copy`, the runner's own first: whoever keeps something under the same slots.
+        Called with every `Move`, the runner's own first: whoever keeps something under the same slots.
     watchers : list of callable
         Called in every forward with the slots of all rows and the hidden states [rows, hidden] behind the last norm,
         which the next forward overwrites.
@@ -83,8 +92,8 @@ class Runner:
         self.k = _zeros(shape, self.kv_dtype, self.device)
         self.v = _zeros(shape, self.kv_dtype, self.device)
         self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
-        self.followers: list[Callable[[Copy], None]] = [self.copy]
-        self.watchers: list[Callable[[Slots, Tensor], None]] = []
+        self.followers: list[Callable[[Move], None]] = [self.copy]
+        self.watchers: list[Callable[[Ints, Tensor], None]] = []
         self._refuse_unsupported()
         is_gpu = self.device.type == "cuda"
         if cuda_graphs and not is_gpu:
@@ -167,38 +176,54 @@ class Runner:
     @torch.inference_mode()
     def hidden(self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None) -> Tensor:
         """Do what `forward` does up to the output head, whose rows [logit rows, hidden] this returns."""
-        self.move(kv)
-        known = np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv)))
-        unknown = np.flatnonzero(known[0] < 0)
-        arrays = upload({"rows": known, "unknown": unknown, "choices": ~known[0, unknown]}, self.device)
-        rows = arrays["rows"]
+        tokens, slots = batch.tokens(), batch.store_slots(kv)
+        parts: list[Ints] = [np.concatenate((tokens, batch.positions(), slots))]
         if drawn is not None:
-            rows[0].index_copy_(0, arrays["unknown"], drawn.index_select(0, arrays["choices"]))
-        everything = batch.logit_rows == list(range(batch.num_rows))
-        wanted = None if everything else self._upload(np.asarray(batch.logit_rows))
+            unknown = np.flatnonzero(tokens < 0)
+            parts += [unknown, ~tokens[unknown]]
+        if everything := batch.logit_rows == list(range(batch.num_rows)):
+            wanted = None
+        else:
+            parts.append(np.array(batch.logit_rows, np.int64))
+        unsent = [plan for plan in plans.values() if plan.unsent]
+        parts += [part for plan in unsent for part in plan.unsent]
+        copies = kv.take_copies()
+        there = iter(upload_together([*parts, *_indices(copies)], self.device))
+        rows = next(there).view(3, batch.num_rows)
+        if drawn is not None:
+            rows[0].index_copy_(0, next(there), drawn.index_select(0, next(there)))
+        if not everything:
+            wanted = next(there)
+        for plan in unsent:
+            plan.receive(there)
+        self._move(copies, there)
         hidden = self.graphs.run(rows, plans) if self.graphs is not None and batch.is_decoding else None
         if hidden is None:
-            tokens, positions, slots = rows
             if not self.watchers:
-                return self._compute(tokens, positions, slots, plans, wanted)
-            hidden = self._compute(tokens, positions, slots, plans)
+                return self._compute(rows[0], rows[1], rows[2], plans, wanted)
+            hidden = self._compute(rows[0], rows[1], rows[2], plans)
         for watch in self.watchers:
-            watch(known[2], hidden)
+            watch(slots, hidden)
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
     @torch.inference_mode()
     def move(self, kv: KVManager) -> None:
         """Move keys and values, and what else lies under their slots, that must be elsewhere by the next forward."""
-        for copy in kv.take_copies():
-            for follow in self.followers:
-                follow(copy)
+        if copies := kv.take_copies():
+            self._move(copies, iter(upload_together(_indices(copies), self.device)))
 
-    def copy(self, copy: Copy) -> None:
+    def _move(self, copies: Sequence[Copy], there: Iterator[Tensor]) -> None:
+        """Let everybody follow copies, whose slots come next of what is on the device."""
+        for copy in copies:
+            move = Move(copy.source, copy.target, next(there), next(there))
+            for follow in self.followers:
+                follow(move)
+
+    def copy(self, move: Move) -> None:
         """Move keys and values of this runner."""
-        source, target = self._upload(copy.source), self._upload(copy.target)
         for pool in (self.k, self.v):
             raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool  # not every operation knows 8-bit floats
-            raw[:, target] = raw[:, source]
+            raw.index_copy_(1, move.target_there, raw.index_select(1, move.source_there))
 
     def _compute(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, plans: Plans, wanted: Tensor | None = None
@@ -247,8 +272,9 @@ class Runner:
             if reasons := backend.unsupported(AttentionSpec.of(plan)):
                 raise ValueError(f"attention: {self.attention!r} cannot serve this model: {'; '.join(reasons)}")
 
-    def _upload(self, array: NDArray[Any]) -> Tensor:
-        return upload({"array": np.ascontiguousarray(array, np.int64)}, self.device)["array"]
+
+def _indices(copies: Sequence[Copy]) -> list[Slots]:
+    return [slots for copy in copies for slots in (copy.source, copy.target)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

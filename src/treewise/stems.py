@@ -34,6 +34,10 @@ class _Planned(NamedTuple):
         Slots of the paths in the last step.
     rows : list of int
         The row of each leaf; those of its guesses follow.
+    open : int64 [guesses]
+        The open token of each guess.
+    own : int64 [guesses]
+        The row of each guess.
     """
 
     plans: Plans
@@ -41,31 +45,42 @@ class _Planned(NamedTuple):
     lengths: list[int]
     paths: list[Slots]
     rows: list[int]
+    open: Ints
+    own: Ints
 
     def goes_on(self, stems: Stems, paths: Sequence[Slots]) -> bool:
         """Whether there is room for these leaves and guesses, and no key has moved."""
         return self.sizes == _sizes(stems) and all(
-            len(path) <= length + ROOM and np.array_equal(path[: len(last)], last)
+            len(last) <= len(path) <= length + ROOM and (path[: len(last)] == last).all()
             for length, last, path in zip(self.lengths, self.paths, paths, strict=True)
         )
 
-    def fill(self, stems: Stems, paths: Sequence[Slots]) -> None:
+    def fill(self, stems: Stems, paths: list[Slots]) -> None:
         """Tell the plans of the tokens that leaves have gained since the last step, and of the guesses."""
-        parts: list[tuple[Ints, Ints, Ints, Ints]] = []  # open tokens, their slots, their readers
-        free = len(stems) * ROOM
-        for number, ((_, guesses), size, row, length, path) in enumerate(
-            zip(stems, self.sizes, self.rows, self.lengths, paths, strict=True)
+        tokens: list[int] = []  # that are open, and the rows that see them
+        low: list[int] = []
+        high: list[int] = []
+        slots: list[Slots] = []
+        for number, (row, size, length, last, path) in enumerate(
+            zip(self.rows, self.sizes, self.lengths, self.paths, paths, strict=True)
         ):
-            new = np.arange(len(self.paths[number]), len(path))
-            everybody = np.full_like(new, row), np.full_like(new, row + 1 + size)
-            parts.append((number * ROOM + new - length, path[new], *everybody))
-            self.paths[number] = path
-            if guesses is not None:
-                own = row + 1 + np.arange(size)
-                parts.append((free + np.arange(size), guesses.slot[guesses.rows], own, own + guesses.below))
-                free += size
+            new, first = len(path) - len(last), number * ROOM + len(last) - length
+            tokens += range(first, first + new)
+            low += [row] * new
+            high += [row + 1 + size] * new
+            slots.append(path[len(last) :])
+        self.paths[:] = paths
+        guesses = [guesses for _, guesses in stems if guesses is not None]
+        slots += [each.slot[each.rows] for each in guesses]
+        below = np.concatenate([each.below for each in guesses])
+        filled = (
+            np.concatenate((np.array(tokens, np.int64), self.open)),
+            np.concatenate(slots),
+            np.concatenate((np.array(low, np.int64), self.own)),
+            np.concatenate((np.array(high, np.int64), self.own + below)),
+        )
         for plan in self.plans.values():
-            plan.fill(*map(np.concatenate, zip(*parts, strict=True)))
+            plan.fill(*filled)
 
 
 class StemPlanner:
@@ -120,7 +135,16 @@ class StemPlanner:
         order = next(iter(plans.values())).row_order
         rows = np.empty_like(order)
         rows[order] = np.arange(len(order))
-        return _Planned(plans, sizes, [len(path) for path in paths], paths, rows[: len(stems)].tolist())
+        leaves: list[int] = rows[: len(stems)].tolist()
+        return _Planned(
+            plans,
+            sizes,
+            [len(path) for path in paths],
+            paths,
+            leaves,
+            len(stems) * ROOM + np.arange(sum(sizes)),
+            np.concatenate([row + 1 + np.arange(size) for row, size in zip(leaves, sizes, strict=True)]),
+        )
 
 
 def _sizes(stems: Stems) -> list[int]:

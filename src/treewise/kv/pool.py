@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,8 @@ class OutOfSlots(Exception):
     """The pool has no room for the slots asked for; nothing was changed."""
 
 
-class Copy(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Copy:
     """Keys and values that must move before the next forward: slot ``source[i]`` to slot ``target[i]``."""
 
     source: Slots

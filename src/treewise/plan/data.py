@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,8 @@ class Plan:
         Key tokens that `grow` fills, one row of them a call; nobody sees them before.
     open_indptr, open_places : [open tokens + 1], [places]
         The key tokens that stand for each open token, see `fill`; those of a plan with room are its.
+    unsent : tuple of int64 arrays
+        What `fill` has said and `receive` is to be given, none if there is nothing.
     grown : int
         How often the plan has grown.
     tensors : dict
@@ -129,6 +132,7 @@ class Plan:
     room: Ints
     open_indptr: Ints
     open_places: Ints
+    unsent: tuple[Ints, ...] = ()
     grown: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     prepared: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -180,25 +184,41 @@ class Plan:
     def fill(self, tokens: Ints, slots: Ints, low: Ints, high: Ints) -> None:
         """Say where open tokens are and who sees them, for a plan that was made with some; again, if need be.
 
-        Waits for nothing; a CUDA graph that runs the plan needs no new capture.
+        The device has yet to hear of it: `unsent` is for an upload, perhaps along with others, and for `receive`.
 
         Parameters
         ----------
         tokens : int64 [tokens]
-            Numbers of open tokens.
+            Numbers of open tokens, none twice.
         slots : int [tokens]
         low, high : int [tokens]
             The interval of rows, not queries, that see each; all of them below the token by the plan's tree.
         """
-        counts = self.open_indptr[tokens + 1] - self.open_indptr[tokens]
-        places = self.open_places[ranges(self.open_indptr[tokens], self.open_indptr[tokens + 1])]
-        slot, first, end = (np.repeat(np.asarray(each, np.int32), counts) for each in (slots, low, high))
-        self.kv_slots[places], self.kv_low[places], self.kv_high[places] = slot, first, end
-        self.num_slots = max(self.num_slots, int(slot.max(initial=-1)) + 1)
-        there = upload({"places": places, "slots": slot, "readers": pack(first, end)}, self.device)
-        self.tensors["kv_slots"].index_copy_(0, there["places"], there["slots"])
-        self.tensors["kv_readers"].index_copy_(0, there["places"], there["readers"])
+        if self.unsent:  # of a step that failed
+            self.receive(iter(upload_together(self.unsent, self.device)))
+        if len(self.open_places) < len(self.open_indptr):  # nearly always: one place a token
+            places = self.open_places[tokens]
+        else:
+            counts = self.open_indptr[tokens + 1] - self.open_indptr[tokens]
+            places = self.open_places[ranges(self.open_indptr[tokens], self.open_indptr[tokens + 1])]
+            slots, low, high = (np.repeat(each, counts) for each in (slots, low, high))
+        self.kv_slots[places], self.kv_low[places], self.kv_high[places] = slots, low, high
+        self.num_slots = max(self.num_slots, int(slots.max(initial=-1)) + 1)
+        words = np.zeros(-(-len(slots) // 2), np.int64)  # two slots each
+        words.view(np.int32)[: len(slots)] = slots
+        self.unsent = places, words, pack(low, high)
         self.prepared.pop("cpu", None)  # it made copies
+
+    def receive(self, there: Iterator[torch.Tensor]) -> None:
+        """Take what was `unsent` from the device.
+
+        Waits for nothing; a CUDA graph that runs the plan needs no new capture.
+        """
+        places, words, readers = next(there), next(there), next(there)
+        slots = words.view(torch.int32)[: len(places)]
+        self.tensors["kv_slots"].index_copy_(0, places, slots)
+        self.tensors["kv_readers"].index_copy_(0, places, readers)
+        self.unsent = ()
 
     def visible(self, item: int) -> npt.NDArray[np.bool_]:
         """Decode the mask of one item.
@@ -312,3 +332,11 @@ def upload(arrays: dict[str, npt.NDArray[Any]], device: torch.device) -> dict[st
         flat = kinds[array.dtype].narrow(0, offset // array.itemsize, array.size)
         placed[name] = flat if array.ndim == 1 else flat.view(array.shape)
     return placed
+
+
+def upload_together(parts: Sequence[Ints], device: torch.device) -> Sequence[torch.Tensor]:
+    """Put arrays of whole numbers on the device as int64, all in one copy that nothing waits for."""
+    lengths = [len(part) for part in parts]
+    host = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate(parts, out=host.numpy())
+    return host.to(device, non_blocking=True).split_with_sizes(lengths)
