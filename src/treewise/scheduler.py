@@ -130,6 +130,8 @@ class Scheduler:
         self.max_num_rows = max_num_rows
         self.num_preemptions = 0
         self._steady: _Steady | None = None
+        # The batch of the step under way with the lanes that it was chosen for and their tips, if it may grow.
+        self._chosen: tuple[Batch, Sequence[Lane], list[Node]] | None = None
         self._left = max_num_rows  # for paths
 
     def next_batch(self, lanes: Sequence[Lane | Thicket], tenants: Sequence[Tenant]) -> tuple[Batch, list[Delivery]]:
@@ -187,15 +189,37 @@ class Scheduler:
         tips = [lane.tip() for lane in lanes]
         if self._steady is not None and self._steady.grow(lanes, tips):
             return self._steady.batch, self._steady.deliveries(lanes)
-        self._steady = None
+        self._steady = self._chosen = None
         tip_of = dict(zip(lanes, tips, strict=True))
         ranked = sorted(lanes, key=attrgetter("tenant.rank"))
         queue = self._queue(ranked, {lane: _lacking(tip) for lane, tip in tip_of.items()})
         batch, deliveries = self._decode(queue, tip_of)
-        line = _Line(self.kv, ranked, tip_of, tenants, batch, beside_thickets)
-        blocked = False  # somebody waits for room: whoever starts behind it would take it, for ever
         only_room = True  # is what those lack who get nothing
-        for lane in queue[len(deliveries) :]:
+        if rest := queue[len(deliveries) :]:
+            line = _Line(self.kv, ranked, tip_of, tenants, batch, beside_thickets)
+            only_room = self._serve(rest, tip_of, batch, deliveries, line)
+            self.num_preemptions += line.num_preemptions
+            if not batch.num_rows:
+                if line.give_all(ranked[0]):
+                    self.num_preemptions += 1
+                    return self._batch_of_paths(lanes, tenants, beside_thickets)
+                raise PoolTooSmall(ranked[0], self.kv)
+        if only_room and not beside_thickets:
+            self._chosen = batch, lanes, tips
+        return batch, deliveries
+
+    def _serve(
+        self,
+        queue: Sequence[Lane],
+        tip_of: Mapping[Lane, Node],
+        batch: Batch,
+        deliveries: list[Delivery],
+        line: _Line,
+    ) -> bool:
+        """Give rows to lanes in turn; return whether room is all that those lack who get nothing."""
+        blocked = False  # somebody waits for room: whoever starts behind it would take it, for ever
+        only_room = True
+        for lane in queue:
             rows, tip = batch.num_rows, tip_of[lane]
             if rows == self._left or line.gave_way(lane):
                 only_room = False
@@ -212,19 +236,14 @@ class Scheduler:
                 line.served.add(line.place(lane))
             elif lacking > 1:
                 blocked = True
-        self.num_preemptions += line.num_preemptions
-        if not batch.num_rows:
-            if line.give_all(ranked[0]):
-                self.num_preemptions += 1
-                return self._batch_of_paths(lanes, tenants, beside_thickets)
-            raise PoolTooSmall(ranked[0], self.kv)
-        if only_room and not beside_thickets:
-            self._steady = _Steady.after(self.kv, batch, deliveries, lanes, tips)
-        return batch, deliveries
+        return only_room
 
     def commit(self, batch: Batch, deliveries: Sequence[Delivery]) -> None:
         """Record that the rows of `batch` have run."""
-        if self._steady is not None and self._steady.batch is not batch:  # it had guesses beside it
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None and chosen[0] is batch:
+            self._steady = _Steady.after(self.kv, batch, deliveries, *chosen[1:])
+        elif self._steady is not None and self._steady.batch is not batch:  # it had guesses beside it
             self._steady = None
         batch.commit()
         for lane, _, places in deliveries:
