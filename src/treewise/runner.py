@@ -143,6 +143,12 @@ class Runner:
         return plans
 
     @torch.inference_mode()
+    def plan_ahead(self, batch: Batch, kv: KVManager) -> None:
+        """Plan what may come behind `batch` while the device computes that, if it would take time later."""
+        if self.stems is not None and (stems := batch.stems()) is not None:
+            self.stems.plan_ahead(stems, kv)
+
+    @torch.inference_mode()
     def forward(
         self,
         batch: Batch,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from treewise.batch import Guesses
+from treewise.batch import ACCEPTED, Guesses
 from treewise.graphs import Plans
 from treewise.kv import KVManager, Slots
 from treewise.plan import TreeSpec
@@ -54,6 +54,10 @@ class _Planned(NamedTuple):
             len(last) <= len(path) <= length + ROOM and (path[: len(last)] == last).all()
             for length, last, path in zip(self.lengths, self.paths, paths, strict=True)
         )
+
+    def has_room(self, paths: Sequence[Slots]) -> bool:
+        """Whether there is room for as many tokens as a step may bring, behind these paths."""
+        return all(len(path) + ACCEPTED <= length + ROOM for length, path in zip(self.lengths, paths, strict=True))
 
     def fill(self, stems: Stems, paths: list[Slots]) -> None:
         """Tell the plans of the tokens that leaves have gained since the last step, and of the guesses."""
@@ -105,15 +109,21 @@ class StemPlanner:
 
     def plan(self, stems: Stems, kv: KVManager) -> Plans:
         """Plan a step of these rows, see `Batch.stems`."""
-        slots = {node: kv.slots(node)[: len(node.tokens)] for leaf, _ in stems for node in kv.forest.path(leaf)}
-        paths = [np.concatenate([slots[node] for node in kv.forest.path(leaf)]) for leaf, _ in stems]
+        paths = [kv.path_slots(leaf) for leaf, _ in stems]
         if self._planned is None or not self._planned.goes_on(stems, paths):
-            self._planned = self._plan_anew(stems, paths, slots)
+            self._planned = self._plan_anew(stems, paths, kv)
         self._planned.fill(stems, paths)
         return self._planned.plans
 
-    def _plan_anew(self, stems: Stems, paths: list[Slots], slots: Mapping[Node, Slots]) -> _Planned:
+    def plan_ahead(self, stems: Stems, kv: KVManager) -> None:
+        """Make a new plan behind a step of these rows, if one more may find no room in the last."""
+        paths = [kv.path_slots(leaf) for leaf, _ in stems]
+        if self._planned is not None and not self._planned.has_room(paths):
+            self._planned = self._plan_anew(stems, paths, kv)
+
+    def _plan_anew(self, stems: Stems, paths: list[Slots], kv: KVManager) -> _Planned:
         sizes = _sizes(stems)
+        slots = {node: kv.slots(node)[: len(node.tokens)] for leaf, _ in stems for node in kv.forest.path(leaf)}
         open_slots = -1 - np.arange(len(stems) * ROOM + sum(sizes), dtype=np.int32)
         place = {node: number for number, node in enumerate(slots)}  # parents first
         parent = [-1 if node.parent is None else place[node.parent] for node in slots]

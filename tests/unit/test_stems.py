@@ -12,6 +12,7 @@ from tiny import greedy, idle, tiny_llm, tiny_model
 
 from treewise import SamplingParams
 from treewise.attention import TreeSpec, plan_tree, run_plan
+from treewise.batch import ACCEPTED
 from treewise.speculate.speculator import Speculator
 from treewise.speculate.trees import EMPTY, TokenTree
 from treewise.stems import ROOM, StemPlanner
@@ -56,6 +57,9 @@ class Forest:
     def path(self, node):
         return [self.root, node]
 
+    def path_slots(self, node):
+        return np.concatenate([self.slots[self.root], self.slots[node]])
+
 
 @pytest.mark.parametrize("method", ["auto", "deft:flatten", "deft:node", "radix"])
 @pytest.mark.parametrize("backend", ["cpu", "triton", "hopper"])
@@ -71,7 +75,7 @@ def test_a_plan_that_goes_on_is_a_new_one(method, backend):
 
     planner = StemPlanner(make)
     k, v = torch.randn(2, 4000, 2, 8)
-    kv = SimpleNamespace(forest=forest, slots=forest.slots.__getitem__)
+    kv = SimpleNamespace(forest=forest, slots=forest.slots.__getitem__, path_slots=forest.path_slots)
     for step in range(12):
         trees = [random_tree(generator, size) for size in (9, 40)]
         guesses = [SimpleNamespace(rows=np.arange(len(t)), below=t.sizes, slot=forest.take(len(t))) for t in trees]
@@ -94,13 +98,22 @@ def test_a_plan_that_goes_on_is_a_new_one(method, backend):
         assert plan.io().kv_once > 0
         for leaf, count in zip(forest.leaves, (1 + step % 5, 1, 3), strict=True):
             forest.grow(leaf, count)
+    planner.plan_ahead(stems, kv)
     assert len(made) == 1
     forest.grow(forest.leaves[2], ROOM)
     planner.plan(stems, kv)
     assert len(made) == 2
-    forest.slots[forest.leaves[1]][0] += 1  # a key has moved
+    forest.grow(forest.leaves[1], ROOM - ACCEPTED + 1)
+    planner.plan(stems, kv)
+    assert len(made) == 2
+    planner.plan_ahead(stems, kv)
+    assert len(made) == 3
+    forest.grow(forest.leaves[1], ACCEPTED)
     planner.plan(stems, kv)
     assert len(made) == 3
+    forest.slots[forest.leaves[1]][0] += 1  # a key has moved
+    planner.plan(stems, kv)
+    assert len(made) == 4
 
 
 class Sometimes:

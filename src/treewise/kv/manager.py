@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar
 
+import numpy as np
+
 from treewise.kv.contiguous import ContiguousPool
 from treewise.kv.paged import PagedPool
 from treewise.kv.pool import Copy, OutOfSlots, SlotPool, Slots
@@ -93,6 +95,10 @@ class KVManager:
     def slots(self, node: Node) -> Slots:
         """Return the slots of `node`'s tokens, int32 [tokens]."""
         return self.pool.slots(node)
+
+    def path_slots(self, tip: Node) -> Slots:
+        """Return the slots of all tokens on the path to `tip`, int32."""
+        return np.concatenate([self.pool.slots(node) for node in self.forest.path(tip)])
 
     def hold(self, node: Node) -> Node:
         """Count one more branch that ends in `node`."""

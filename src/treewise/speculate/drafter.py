@@ -86,7 +86,7 @@ class Step:
 
     def path_slots(self, stem: Stem) -> Ints:
         """Return the slot of each token of a path, int64 [tokens]."""
-        return np.concatenate([self.kv.slots(node) for node in self.kv.forest.path(stem.node)]).astype(np.int64)
+        return self.kv.path_slots(stem.node).astype(np.int64)
 
 
 class Drafter(Protocol):
