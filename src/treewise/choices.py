@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.ops import INTERPRETED
@@ -39,25 +40,24 @@ class Chosen:
 
     Parameters
     ----------
-    fields : list of lists of float, [rows, 4]
+    fields : float64 [rows, 4]
         Those of each `Choice`.
-
-    Attributes
-    ----------
-    tokens : list of int, [rows]
     """
 
-    def __init__(self, fields: list[list[float]]) -> None:
+    def __init__(self, fields: NDArray[np.float64]) -> None:
         self._fields = fields
-        self.tokens = [int(token) for token, _, _, _ in fields]
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self._fields)
 
     def __getitem__(self, row: int) -> Choice:
         """Return the choice of one row."""
-        _, logprob, valid, certainty = self._fields[row]
-        return Choice(self.tokens[row], logprob, bool(valid), certainty)
+        token, logprob, valid, certainty = self._fields[row].tolist()
+        return Choice(int(token), logprob, bool(valid), certainty)
+
+    def tokens(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return the tokens of rows ``start`` to ``end``."""
+        return self._fields[start:end, 0].astype(np.int64)
 
 
 class Choices:
@@ -83,7 +83,7 @@ class Choices:
         """Return the choices; waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
-        return Chosen(self._choices.tolist())
+        return Chosen(self._choices.numpy())
 
 
 def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Choices:

@@ -275,7 +275,7 @@ class DecodeRun:
         """Let a leaf go on behind guesses that were right, token by token; return how many tokens it gained so."""
         draft = cast(Draft, drawn.draft)
         first = drawn.number + 1
-        right = draft.right(choices.tokens[drawn.number : first + len(draft.rows)])
+        right = draft.right(choices.tokens(drawn.number, first + len(draft.rows)))
         following = [choices[first + node] for node in right]
         places = [(drawn.place[0], draft.first + node) for node in right]
         candidates = self._candidates([(each.token, place) for each, place in zip(following, places, strict=True)])

@@ -121,15 +121,15 @@ class Runner:
             seen += layers * (length if window is None else np.minimum(length, window))
         return cast(list[int], (seen * self.kv_bytes_per_token // len(windows)).tolist())
 
-    @torch.inference_mode()
     def plan(self, batch: Batch, kv: KVManager) -> Plans:
         """Plan the step's attention once for each kind of layer, or go on with the plans of a batch that only grew."""
         if self._planned is not None:
             planned, grown, plans = self._planned
             if planned() is batch and batch.grown == grown + 1 and self._have_room(plans):
                 slots = batch.store_slots(kv)
-                for plan in plans.values():
-                    plan.grow(slots)
+                with torch.inference_mode():
+                    for plan in plans.values():
+                        plan.grow(slots)
                 self._planned = planned, batch.grown, plans
                 return plans
         # A captured graph keeps what the last plan that it ran has on the device: no other goes on.
@@ -142,7 +142,6 @@ class Runner:
         self._planned = ref(batch), batch.grown, plans
         return plans
 
-    @torch.inference_mode()
     def plan_ahead(self, batch: Batch, kv: KVManager) -> None:
         """Plan what may come behind `batch` while the device computes that, if it would take time later."""
         if self.stems is not None and (stems := batch.stems()) is not None:
@@ -179,7 +178,6 @@ class Runner:
             see(hidden)
         return self.model.logits(hidden)
 
-    @torch.inference_mode()
     def hidden(self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None) -> Tensor:
         """Do what `forward` does up to the output head, whose rows [logit rows, hidden] this returns."""
         tokens, slots = batch.tokens(), batch.store_slots(kv)

@@ -49,10 +49,14 @@ class _Planned(NamedTuple):
     own: Ints
 
     def goes_on(self, stems: Stems, paths: Sequence[Slots]) -> bool:
-        """Whether there is room for these leaves and guesses, and no key has moved."""
-        return self.sizes == _sizes(stems) and all(
-            len(last) <= len(path) <= length + ROOM and (path[: len(last)] == last).all()
-            for length, last, path in zip(self.lengths, self.paths, paths, strict=True)
+        """Whether there is room for these leaves and guesses, no key has moved, and the device knows the last ones."""
+        return (
+            self.sizes == _sizes(stems)
+            and not any(plan.unsent for plan in self.plans.values())
+            and all(
+                len(last) <= len(path) <= length + ROOM and (path[: len(last)] == last).all()
+                for length, last, path in zip(self.lengths, self.paths, paths, strict=True)
+            )
         )
 
     def has_room(self, paths: Sequence[Slots]) -> bool:

@@ -13,6 +13,8 @@ from tiny import greedy, idle, tiny_llm, tiny_model
 from treewise import SamplingParams
 from treewise.attention import TreeSpec, plan_tree, run_plan
 from treewise.batch import ACCEPTED
+from treewise.plan.data import upload_together
+from treewise.plan.layout import pack
 from treewise.speculate.speculator import Speculator
 from treewise.speculate.trees import EMPTY, TokenTree
 from treewise.stems import ROOM, StemPlanner
@@ -71,7 +73,14 @@ def test_a_plan_that_goes_on_is_a_new_one(method, backend):
 
     def make(spec, slots, open_tokens):
         made.append(spec)
-        return {None: plan_tree(spec, method, slots=slots, open_tokens=open_tokens, backend=backend, **SHAPE)}
+        plan = plan_tree(spec, method, slots=slots, open_tokens=open_tokens, backend=backend, **SHAPE)
+        plan.tensors = {name: tensor.clone() for name, tensor in plan.tensors.items()}  # as on a device
+        return {None: plan}
+
+    def step_of(stems):
+        [plan] = planner.plan(stems, kv).values()
+        plan.receive(iter(upload_together(plan.unsent, plan.device)))
+        return plan
 
     planner = StemPlanner(make)
     k, v = torch.randn(2, 4000, 2, 8)
@@ -80,7 +89,9 @@ def test_a_plan_that_goes_on_is_a_new_one(method, backend):
         trees = [random_tree(generator, size) for size in (9, 40)]
         guesses = [SimpleNamespace(rows=np.arange(len(t)), below=t.sizes, slot=forest.take(len(t))) for t in trees]
         stems = list(zip(forest.leaves, [guesses[0], None, guesses[1]], strict=True))
-        [plan] = planner.plan(stems, kv).values()
+        plan = step_of(stems)
+        assert plan.tensors["kv_slots"].tolist() == plan.kv_slots.tolist()
+        assert plan.tensors["kv_readers"].tolist() == pack(plan.kv_low, plan.kv_high).tolist()
         q = torch.randn(3 + 9 + 40, 4, 8)
         parents, lengths, slots, nodes = [-1, 0, 0, 0], [20], [forest.slots[forest.root]], [1, 2, 3]
         for leaf in forest.leaves:
@@ -101,19 +112,21 @@ def test_a_plan_that_goes_on_is_a_new_one(method, backend):
     planner.plan_ahead(stems, kv)
     assert len(made) == 1
     forest.grow(forest.leaves[2], ROOM)
-    planner.plan(stems, kv)
+    step_of(stems)
     assert len(made) == 2
     forest.grow(forest.leaves[1], ROOM - ACCEPTED + 1)
-    planner.plan(stems, kv)
+    step_of(stems)
     assert len(made) == 2
     planner.plan_ahead(stems, kv)
     assert len(made) == 3
     forest.grow(forest.leaves[1], ACCEPTED)
-    planner.plan(stems, kv)
+    step_of(stems)
     assert len(made) == 3
     forest.slots[forest.leaves[1]][0] += 1  # a key has moved
     planner.plan(stems, kv)
     assert len(made) == 4
+    planner.plan(stems, kv)  # the step has failed before the device knew
+    assert len(made) == 5
 
 
 class Sometimes:

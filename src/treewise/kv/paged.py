@@ -11,6 +11,8 @@ from treewise.kv.pool import MOST_MOVED, Copy, OutOfSlots, Slots
 from treewise.tree import Node
 
 PAGE_SIZES = (1, 16, 32, 64)
+FEW = 16
+"""Tokens up to which their slots are reckoned one by one."""
 
 
 class _Run:
@@ -94,12 +96,11 @@ class PagedPool:
         if torn:
             self._copy_last_page(run)
         run.pages += (self._take() for _ in range(new_pages))
-        if length == run.length + 1:  # NumPy would take longer to start than this takes
-            place = run.offset + run.length
-            run.append([run.pages[place // size] * size + place % size])
+        begin, end = run.offset + run.length, run.offset + length
+        if end - begin <= FEW:  # NumPy would take longer to start than this takes
+            run.append([run.pages[place // size] * size + place % size for place in range(begin, end)])
             return
-        places = np.arange(run.offset + run.length, run.offset + length)
-        first = (run.offset + run.length) // size
+        places, first = np.arange(begin, end), begin // size
         pages = np.asarray(run.pages[first:], np.int32)
         run.append(pages[places // size - first] * size + places % size)
 

@@ -184,7 +184,8 @@ class Plan:
     def fill(self, tokens: Ints, slots: Ints, low: Ints, high: Ints) -> None:
         """Say where open tokens are and who sees them, for a plan that was made with some; again, if need be.
 
-        The device has yet to hear of it: `unsent` is for an upload, perhaps along with others, and for `receive`.
+        The device has yet to hear of it: `unsent` is for an upload, perhaps along with others, and then for `receive`;
+        the plan is not filled again before.
 
         Parameters
         ----------
@@ -194,8 +195,6 @@ class Plan:
         low, high : int [tokens]
             The interval of rows, not queries, that see each; all of them below the token by the plan's tree.
         """
-        if self.unsent:  # of a step that failed
-            self.receive(iter(upload_together(self.unsent, self.device)))
         if len(self.open_places) < len(self.open_indptr):  # nearly always: one place a token
             places = self.open_places[tokens]
         else:

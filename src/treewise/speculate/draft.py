@@ -75,7 +75,7 @@ class Draft:
             rows.append(SamplingRow(params, key, position + depth, num_tokens + depth, prompt, mine, constraint))
         return rows
 
-    def right(self, choices: Sequence[int]) -> list[int]:
+    def right(self, choices: Ints) -> list[int]:
         """Return the nodes that agree with the tokens chosen behind the path and behind each node."""
         return self.tree.accepted(choices)
 

@@ -72,8 +72,9 @@ class Speculator:
         stems = [stem for stem in stems if stem.room]
         if not 0 < len(stems) <= rows_left:
             return []
-        for stem in stems:
-            stem.hidden = self._verified.get(stem.branch)
+        if self._verified:
+            for stem in stems:
+                stem.hidden = self._verified.get(stem.branch)
         self._step = Step(batch, self.kv)
         start = perf_counter()
         try:
@@ -117,7 +118,8 @@ class Speculator:
         """Remember the hidden states that have chosen the newest tokens of each leaf."""
         hidden, self._hidden = self._hidden, None
         stems, self._stems = self._stems, []
-        self._verified.clear()
+        if self._verified:
+            self._verified.clear()
         if hidden is None or not stems:
             return
         drafts = self.drafts
