@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,10 +57,6 @@ class Draft:
         self.first = 0
         self.accepted: list[int] = []
 
-    def take(self, nodes: Ints) -> Draft:
-        """Return the draft of some nodes, in ascending order, with all above them."""
-        return Draft(self.stem, self.tree.take(nodes), [self.constraints[node] for node in nodes.tolist()])
-
     def shape(self, rows: Ints) -> Shape:
         """Return the guesses as nodes of one token each."""
         return Shape(self.tree.parents.copy(), np.ones(len(self.tree), np.int64), self.slot, rows)
@@ -80,21 +77,49 @@ class Draft:
         return self.tree.accepted(choices)
 
 
-def within_grammar(tree: TokenTree, constraint: Constraint | None) -> tuple[TokenTree, list[Constraint | None]]:
-    """Leave out the guesses that a grammar refuses; return the rest, and how far each has come in it.
+class Allowed(NamedTuple):
+    """Guesses of what follows a leaf that its grammar, if it has one, lets come.
 
-    None stands for a text that is complete, behind which nothing is chosen.
+    Attributes
+    ----------
+    stem : Stem
+    tree : TokenTree
+    constraints : sequence of (Constraint or None)
+        How far each node has come in the grammar, None where the text is complete, behind which nothing is chosen;
+        empty without a grammar.
     """
-    if constraint is None or not len(tree):
-        return tree, []
-    allowed: list[int] = []
-    known: dict[int, Constraint] = {-1: constraint}
-    for node, (above, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
-        if above in known and not known[above].complete:
-            known[node] = known[above].fork()
-            try:
-                known[node].accept(token)
-                allowed.append(node)
-            except GrammarError:
-                del known[node]
-    return tree.take(np.array(allowed, np.int64)), [None if known[node].complete else known[node] for node in allowed]
+
+    stem: Stem
+    tree: TokenTree
+    constraints: Sequence[Constraint | None]
+
+    @classmethod
+    def of(cls, stem: Stem, tree: TokenTree) -> Allowed:
+        """Leave out the guesses that the grammar refuses."""
+        constraint = stem.row.constraint
+        if constraint is None or not len(tree):
+            return cls(stem, tree, ())
+        nodes: list[int] = []
+        known: dict[int, Constraint] = {-1: constraint}
+        for node, (above, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
+            if above in known and not known[above].complete:
+                known[node] = known[above].fork()
+                try:
+                    known[node].accept(token)
+                    nodes.append(node)
+                except GrammarError:
+                    del known[node]
+        constraints = [None if known[node].complete else known[node] for node in nodes]
+        return cls(stem, tree.take(np.array(nodes, np.int64)), constraints)
+
+    def take(self, nodes: Ints) -> Allowed:
+        """Return some nodes, in ascending order, with all above them."""
+        return self if len(nodes) == len(self.tree) else Allowed(self.stem, self.tree.take(nodes), self._at(nodes))
+
+    def draft(self) -> Draft:
+        """Return them as rows."""
+        order = self.tree.form.depth_first
+        return Draft(self.stem, self.tree.depth_first(), self.constraints if order is None else self._at(order))
+
+    def _at(self, nodes: Ints) -> Sequence[Constraint | None]:
+        return [self.constraints[node] for node in nodes.tolist()] if self.constraints else ()

@@ -123,53 +123,54 @@ class SuffixAutomaton:
         The longest endings of the text that something has followed say what comes next, each with what is left of the
         probability; behind a guess, its own endings do. Short endings are trusted less than long ones.
         """
-        nodes: list[tuple[int, int, float]] = []  # token, parent, probability
-        # The open ones: how likely with all above, their order, the node's facts, its state, its depth.
-        heap: list[tuple[float, int, tuple[int, int, float], int, int]] = []
+        tokens: list[int] = []
+        parents: list[int] = []
+        odds: list[float] = []
+        # The open ones: how likely with all above, their order; token, parent, probability, state, depth.
+        heap: list[tuple[float, int, int, int, float, int, int]] = []
         order = 0
-
-        def open_behind(node: int, state: int, reach: float, level: int) -> None:
-            nonlocal order
+        node, reach, level = -1, 1.0, 0
+        while True:
             if level < depth:
                 for token, below, own in self._followers(state):
                     order += 1
-                    heapq.heappush(heap, (-reach * own, order, (token, node, own), below, level + 1))
-
-        open_behind(-1, state, 1.0, 0)
-        while heap and len(nodes) < size:
-            cost, _, facts, below, level = heapq.heappop(heap)
-            nodes.append(facts)
-            open_behind(len(nodes) - 1, below, -cost, level)
-        if not nodes:
-            return EMPTY
-        return TokenTree.of(*zip(*nodes, strict=True))
+                    heapq.heappush(heap, (-reach * own, order, token, node, own, below, level + 1))
+            if not heap or len(tokens) == size:
+                break
+            cost, _, token, above, own, state, level = heapq.heappop(heap)
+            node, reach = len(tokens), -cost
+            tokens.append(token)
+            parents.append(above)
+            odds.append(own)
+        return TokenTree.of(tokens, parents, odds) if tokens else EMPTY
 
     def _followers(self, state: int) -> list[tuple[int, int, float]]:
         """Return tokens that may follow, each with the state behind it and its probability."""
         found: dict[int, tuple[int, int, float]] = {}
         left, endings = 1.0, 0
-        count, newest = self.count, self.newest
+        every, length, link = self.following, self.length, self.link
         while state > 0 and endings < MOST_ENDINGS:
-            following = self.following[state]
-            if following:
+            if following := every[state]:
                 endings += 1
-                trust = min(self.length[state], TRUSTED)
+                trust = length[state]
+                trust = trust if trust < TRUSTED else TRUSTED
                 if len(following) == 1:  # nearly always
                     [(token, below)] = following.items()
                     share = left * trust / (1 + trust)
                     if token not in found:
                         found[token] = token, below, share
                 else:
+                    count, newest = self.count, self.newest
                     best = heapq.nlargest(
                         MOST_FOLLOWERS, following.items(), key=lambda item: (count[item[1]], newest[item[1]])
                     )
-                    total = sum(count[below] for _, below in best)
+                    total = sum([count[below] for _, below in best])
                     share = left * total * trust / (total * trust + len(following))
                     for token, below in best:
                         if token not in found:
                             found[token] = token, below, share * count[below] / total
                 left -= share
-            state = self.link[state]
+            state = link[state]
         return list(found.values())
 
 

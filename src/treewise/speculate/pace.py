@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treewise.graphs import padded
 from treewise.speculate.trees import Floats
@@ -85,11 +85,12 @@ class Pace:
         num_rows : int
             Rows of the step without guesses.
         """
-        most = 2 * max([padded(num_rows), *self._known()])
+        known = self._known()
+        most = 2 * max([padded(num_rows), *known])
         reach = reach[: max(0, most - num_rows)]
         trust = max(self.trust, 1.0) if self._probing else self.trust
         tokens = num_leaves + trust * np.concatenate([[0.0], np.cumsum(reach)])
-        seconds = self.seconds(num_rows + np.arange(len(tokens)))
+        seconds = _seconds(known, num_rows, len(tokens))
         best = int(np.argmax(tokens / seconds))
         bare = self._bare.get(padded(num_rows), ())
         spent = (seconds[best] if best or len(bare) < TRIALS else min(bare)) + min(self._drafting, default=0.0)
@@ -100,18 +101,6 @@ class Pace:
             self._rest = min(2 * self._rest, LONGEST_REST)
         self._probing = False
         return best
-
-    def seconds(self, rows: NDArray[np.int64]) -> Floats:
-        """Return what steps of so many rows take, as far as is known."""
-        sizes = np.array([padded(count) for count in rows.tolist()], np.float64)
-        known = self._known()
-        if not known:
-            return np.ones(len(rows))
-        at, taken = np.array(list(known), np.float64), np.array(list(known.values()))
-        slope = max(0.0, (taken[-1] - taken[-2]) / (at[-1] - at[-2])) if len(known) > 1 else 0.0
-        beyond = slope * np.maximum(sizes - at[-1], 0)
-        seconds: Floats = np.interp(sizes, at, taken) * np.minimum(sizes / at[0], 1) + beyond
-        return seconds
 
     def drafted(self, seconds: float) -> None:
         """Note how long it took to guess."""
@@ -143,3 +132,21 @@ class Pace:
         """Return the seconds of the sizes that are known, in ascending order."""
         every = {size: [*self._taken.get(size, ()), *self._bare.get(size, ())] for size in sorted(self._newest)}
         return {size: min(taken) for size, taken in every.items() if len(taken) >= TRIALS}
+
+
+def _seconds(known: Mapping[int, float], first: int, count: int) -> Floats:
+    """Return what steps of ``first``, ``first + 1``, ... rows take, given those of sizes in ascending order."""
+    if not known:
+        return np.ones(count)
+    sizes, at, taken = _sizes(first, count), np.array(list(known), np.float64), np.array(list(known.values()))
+    slope = max(0.0, (taken[-1] - taken[-2]) / (at[-1] - at[-2])) if len(known) > 1 else 0.0
+    beyond = slope * np.maximum(sizes - at[-1], 0)
+    seconds: Floats = np.interp(sizes, at, taken) * np.minimum(sizes / at[0], 1) + beyond
+    return seconds
+
+
+@lru_cache(maxsize=256)
+def _sizes(first: int, count: int) -> Floats:
+    sizes = np.array([padded(rows) for rows in range(first, first + count)], np.float64)
+    sizes.flags.writeable = False  # many steps have it
+    return sizes

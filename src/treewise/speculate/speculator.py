@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
@@ -13,10 +14,9 @@ from torch import Tensor
 from treewise.batch import Batch
 from treewise.branch import Branch
 from treewise.kv import KVManager, OutOfSlots, Slots
-from treewise.speculate.draft import Draft, within_grammar
+from treewise.speculate.draft import Allowed, Draft
 from treewise.speculate.drafter import Drafter, Stem, Step
 from treewise.speculate.pace import Pace
-from treewise.speculate.trees import TokenTree
 
 MOST = 1024
 """Guesses of a step for all leaves together that a drafter is asked for, unless there are more leaves."""
@@ -81,7 +81,14 @@ class Speculator:
             size = min(self.tree_size, rows_left // len(stems), max(1, MOST // len(stems)))
             trees = self.drafter.draft(stems, size, self._step)
             self._guessing = perf_counter() - start
-            self._drafts = self._paying(self._allowed(stems, trees, size), self._step)
+            allowed = [
+                Allowed.of(stem, tree.best(size, stem.room))
+                for stem, tree in zip(stems, trees, strict=True)
+                if len(tree)
+            ]
+            drafts = [each.draft() for each in self._paying(allowed, batch)]
+            self._give_slots(drafts, self._step)
+            self._drafts = drafts
         except OutOfSlots:
             return []
         if self._num_rows:
@@ -133,33 +140,27 @@ class Speculator:
         parts = hidden.index_select(0, together).split([len(own) for own in rows])
         self._verified.update(zip((stem.branch for stem in stems), parts, strict=True))
 
-    @staticmethod
-    def _allowed(stems: Sequence[Stem], trees: Sequence[TokenTree], size: int) -> list[Draft]:
-        """Return the guesses that are of use and that grammars let come, without slots."""
-        drafts = []
-        for stem, tree in zip(stems, trees, strict=True):
-            tree, constraints = within_grammar(tree.best(size, stem.room).depth_first(), stem.row.constraint)
-            if len(tree):
-                drafts.append(Draft(stem, tree, constraints))
-        return drafts
-
-    def _paying(self, drafts: Sequence[Draft], step: Step) -> list[Draft]:
-        """Return the part of the guesses that pays, with slots."""
+    def _paying(self, allowed: Sequence[Allowed], batch: Batch) -> list[Allowed]:
+        """Return the part of the guesses that pays, where there are any."""
         if self.pace is not None:
-            reach = np.concatenate([np.zeros(0), *(draft.tree.reach for draft in drafts)])
+            reach = np.concatenate([np.zeros(0), *(each.tree.reach for each in allowed)])
             order = np.argsort(-reach, kind="stable")
-            count = self.pace.choose(reach[order], len(step.batch.logit_rows), step.batch.num_rows)
             chosen = np.zeros(len(reach), bool)
-            chosen[order[:count]] = True
-            ends = np.cumsum([len(draft.rows) for draft in drafts], dtype=np.int64)
-            parts = [np.flatnonzero(part) for part in np.split(chosen, ends)]  # the last is empty
-            drafts = [draft.take(nodes) for draft, nodes in zip(drafts, parts, strict=False) if len(nodes)]
+            chosen[order[: self.pace.choose(reach[order], len(batch.logit_rows), batch.num_rows)]] = True
+            ends = accumulate(len(each.tree) for each in allowed)
+            allowed = [
+                each.take(np.flatnonzero(chosen[end - len(each.tree) : end]))
+                for each, end in zip(allowed, ends, strict=True)
+            ]
+        return [each for each in allowed if len(each.tree)]
+
+    @staticmethod
+    def _give_slots(drafts: Sequence[Draft], step: Step) -> None:
         lacking = [np.flatnonzero(draft.slot < 0) for draft in drafts]
         if wanted := sum(map(len, lacking)):
             slots = step.lend(wanted)
             for draft, nodes in zip(drafts, lacking, strict=True):
                 draft.slot[nodes], slots = slots[: len(nodes)], slots[len(nodes) :]
-        return list(drafts)
 
     def _adopt(self, draft: Draft, keys: Slots) -> None:
         """Let the leaf's node have the keys of the guesses that it has taken."""

@@ -167,7 +167,7 @@ class TokenTree:
 
     def best(self, size: int, room: int | None = None) -> TokenTree:
         """Return the part of `size` nodes that is most likely right, no more than `room` tokens deep."""
-        if len(self) <= size and (room is None or self.form.depth <= room):
+        if len(self) <= size and (room is None or len(self) <= room or self.form.depth <= room):
             return self
         keep = np.ones(len(self), bool) if room is None else self.depths <= room
         order = self.by_reach
