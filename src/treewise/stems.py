@@ -16,6 +16,8 @@ from treewise.tree import Node
 
 ROOM = 64
 """Tokens by which a leaf may become longer before a new plan is made."""
+MOST = 16
+"""Plans that are kept, for so many numbers of guesses."""
 
 Stems = Sequence[tuple[Node, Guesses | None]]
 
@@ -26,7 +28,7 @@ class _Planned(NamedTuple):
     Attributes
     ----------
     plans : Plans
-    sizes : list of int
+    sizes : tuple of int
         Guesses behind each leaf.
     lengths : list of int
         Of the leaves' paths when the plans were made.
@@ -41,23 +43,25 @@ class _Planned(NamedTuple):
     """
 
     plans: Plans
-    sizes: list[int]
+    sizes: tuple[int, ...]
     lengths: list[int]
     paths: list[Slots]
     rows: list[int]
     open: Ints
     own: Ints
 
-    def goes_on(self, stems: Stems, paths: Sequence[Slots]) -> bool:
-        """Whether there is room for these leaves and guesses, no key has moved, and the device knows the last ones."""
-        return (
-            self.sizes == _sizes(stems)
-            and not any(plan.unsent for plan in self.plans.values())
-            and all(
-                len(last) <= len(path) <= length + ROOM and (path[: len(last)] == last).all()
-                for length, last, path in zip(self.lengths, self.paths, paths, strict=True)
-            )
+    def goes_on(self, paths: Sequence[Slots]) -> bool:
+        """Whether there is room for what leaves have gained, and no key has moved."""
+        return all(
+            len(last) <= len(path) <= length + ROOM and (path[: len(last)] == last).all()
+            for length, last, path in zip(self.lengths, self.paths, paths, strict=True)
         )
+
+    def again(self) -> _Planned:
+        """Return it as it has to be after a step that had other plans, or that failed."""
+        for plan in self.plans.values():
+            plan.renew()
+        return self._replace(plans={**self.plans})  # a graph loads it anew
 
     def has_room(self, paths: Sequence[Slots]) -> bool:
         """Whether there is room for as many tokens as a step may bring, behind these paths."""
@@ -92,7 +96,7 @@ class _Planned(NamedTuple):
 
 
 class StemPlanner:
-    """Plans such steps; a plan goes on as long as as many guesses come behind the same leaves, which grow.
+    """Plans such steps; a plan serves those that have as many guesses behind the same leaves, which grow.
 
     A leaf has room for tokens to come, and one node has room for its guesses. What they see of each other is told in
     each step by who sees each token (`Plan.fill`), so that it is no part of the plan.
@@ -105,25 +109,32 @@ class StemPlanner:
 
     def __init__(self, make: Callable[[TreeSpec, Slots, int], Plans]) -> None:
         self._make = make
-        self._planned: _Planned | None = None
+        self._planned: dict[tuple[int, ...], _Planned] = {}  # by their guesses behind each leaf; used last, comes last
+        self._last: _Planned | None = None  # of the last step
 
     def forget(self) -> None:
-        """Make a new plan for the next step."""
-        self._planned = None
+        """Note that a step has had other plans."""
+        self._last = None
 
     def plan(self, stems: Stems, kv: KVManager) -> Plans:
         """Plan a step of these rows, see `Batch.stems`."""
-        paths = [kv.path_slots(leaf) for leaf, _ in stems]
-        if self._planned is None or not self._planned.goes_on(stems, paths):
-            self._planned = self._plan_anew(stems, paths, kv)
-        self._planned.fill(stems, paths)
-        return self._planned.plans
+        sizes, paths = _sizes(stems), [kv.path_slots(leaf) for leaf, _ in stems]
+        planned = self._planned.pop(sizes, None)
+        if planned is None or not planned.goes_on(paths):
+            planned = self._plan_anew(stems, paths, kv)
+        elif planned is not self._last or any(plan.unsent for plan in planned.plans.values()):
+            planned = planned.again()
+        self._last = self._planned[sizes] = planned
+        if len(self._planned) > MOST:
+            del self._planned[next(iter(self._planned))]
+        planned.fill(stems, paths)
+        return planned.plans
 
     def plan_ahead(self, stems: Stems, kv: KVManager) -> None:
         """Make a new plan behind a step of these rows, if one more may find no room in the last."""
         paths = [kv.path_slots(leaf) for leaf, _ in stems]
-        if self._planned is not None and not self._planned.has_room(paths):
-            self._planned = self._plan_anew(stems, paths, kv)
+        if self._last is not None and not self._last.has_room(paths):
+            self._last = self._planned[_sizes(stems)] = self._plan_anew(stems, paths, kv)
 
     def _plan_anew(self, stems: Stems, paths: list[Slots], kv: KVManager) -> _Planned:
         sizes = _sizes(stems)
@@ -161,5 +172,5 @@ class StemPlanner:
         )
 
 
-def _sizes(stems: Stems) -> list[int]:
-    return [0 if guesses is None else len(guesses.rows) for _, guesses in stems]
+def _sizes(stems: Stems) -> tuple[int, ...]:
+    return tuple(0 if guesses is None else len(guesses.rows) for _, guesses in stems)

@@ -219,6 +219,13 @@ class Plan:
         self.tensors["kv_readers"].index_copy_(0, places, readers)
         self.unsent = ()
 
+    def renew(self) -> None:
+        """Put on the device again what another plan may have overwritten there, see `PlanBuffers.load`."""
+        names = ("row_order", "row_position", "kv_slots", "kv_position", "reduce_entries")
+        arrays = {name: getattr(self, name) for name in names}
+        self.tensors |= upload(arrays | {"kv_readers": pack(self.kv_low, self.kv_high)}, self.device)
+        self.unsent = ()
+
     def visible(self, item: int) -> npt.NDArray[np.bool_]:
         """Decode the mask of one item.
 
