@@ -192,7 +192,7 @@ class Scheduler:
         self._steady = self._chosen = None
         tip_of = dict(zip(lanes, tips, strict=True))
         ranked = sorted(lanes, key=attrgetter("tenant.rank"))
-        queue = self._queue(ranked, {lane: _lacking(tip) for lane, tip in tip_of.items()})
+        queue = self._queue(ranked, tip_of) if len(ranked) > 1 else ranked
         batch, deliveries = self._decode(queue, tip_of)
         only_room = True  # is what those lack who get nothing
         if rest := queue[len(deliveries) :]:
@@ -249,8 +249,9 @@ class Scheduler:
         for lane, _, places in deliveries:
             lane.take(len(places))
 
-    def _queue(self, ranked: Sequence[Lane], lacking: Mapping[Lane, int]) -> list[Lane]:
+    def _queue(self, ranked: Sequence[Lane], tip_of: Mapping[Lane, Node]) -> list[Lane]:
         """Return the lanes in the order in which they get rows."""
+        lacking = {lane: _lacking(tip) for lane, tip in tip_of.items()}
         queue: list[Lane] = []
         left = self._left
         for _, lanes in groupby(ranked, key=lambda lane: lane.tenant.rank[0]):
