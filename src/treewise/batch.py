@@ -312,11 +312,15 @@ class Batch:
             nodes.append(shape.row_node + num_nodes)
             offsets.append(shape.length[shape.row_node] - 1)
             num_nodes += len(shape.parent)
+        below = None
+        if len(shapes) == 1 and (parents[0] == np.arange(-1, len(place) - 1)).all():  # one path, and all else below it
+            below = np.concatenate([np.arange(num_nodes - 1, num_nodes - 1 - len(place), -1), shapes[0][1].below])
         spec = TreeSpec(
             parent=np.concatenate(parents),
             length=np.concatenate([np.array(lengths, np.int64), *(shape.length for _, shape in shapes)]),
             query_node=np.concatenate(nodes),
             query_offset=np.concatenate(offsets),
+            below=below,
         )
         own = [kv.slots(node)[:length] for node, length in zip(place, lengths, strict=True)]
         return spec, np.concatenate([*own, *(shape.slots.astype(np.int32) for _, shape in shapes)])

@@ -13,7 +13,7 @@ from treewise.tree import Node
 
 Ints = NDArray[Any]  # of whole numbers
 
-_COLUMNS = ("parent", "base", "token", "length", "slot", "needed", "died", "logprob", "total", "_place")
+_COLUMNS = ("parent", "base", "token", "length", "slot", "died", "logprob", "total", "_place")
 
 
 class Lines(NamedTuple):
@@ -41,6 +41,8 @@ class Shape(NamedTuple):
     ----------
     parent : int64 [nodes]
         An earlier node, or ``-1 - base``.
+    below : int64 [nodes]
+        How many nodes stand below each, right behind it: nodes come depth first.
     length : int64 [nodes]
     slots : int64 [tokens]
         Nodes in order.
@@ -49,6 +51,7 @@ class Shape(NamedTuple):
     """
 
     parent: Ints
+    below: Ints
     length: Ints
     slots: Ints
     row_node: Ints
@@ -60,7 +63,8 @@ class Thicket:
     A wide search makes and drops thousands of branches a step. Here each is an entry of a few arrays: a step is added,
     and what nothing goes on from is dropped, by a few operations on whole arrays, whatever the width. The tokens' keys
     lie in slots that the thicket borrows from the pool by the page and hands out one by one. Entries are never moved:
-    those that died remain, so that the whole story can be told when somebody asks.
+    those that died remain, so that the whole story can be told when somebody asks. The living are listed depth first,
+    each with the interval of *tips*, where paths end, that it leads to: an entry dies when that is empty.
 
     The first entries stand for the leaves below which all this grows, the *bases*. The *rows* are the entries that go
     on, in the order of the controller's rows.
@@ -80,12 +84,11 @@ class Thicket:
     rows : int64 [rows]
     ended : int64 [ended]
         Entries that are kept and do not go on.
-    parent, base, token, length, logprob, total, slot, needed, died : arrays [entries and room for more]
+    parent, base, token, length, logprob, total, slot, died : arrays [entries and room for more]
         An entry's parent and base; its token; the length of its path; the token's log-prob, and the sum of its
-        operation's; the slot of its key, -1 for none; by how many children and ends it is needed; the step at which it
-        died, 0 as long as it lives.
+        operation's; the slot of its key, -1 for none; the step at which it died, 0 as long as it lives.
     standing : int64 [living]
-        Living entries, but for bases, in ascending order.
+        Living entries, but for bases, depth first.
     num_computed : int
         How many of the rows, from the first, have their keys and their logits.
     """
@@ -96,9 +99,7 @@ class Thicket:
         self.bases = list(bases)
         self.size = len(self.bases)
         room = 4 * self.size
-        self.parent, self.base, self.token, self.length, self.slot, self.needed, self.died = np.zeros(
-            (7, room), np.int32
-        )
+        self.parent, self.base, self.token, self.length, self.slot, self.died = np.zeros((6, room), np.int32)
         self.logprob, self.total = np.zeros(room, np.float32), np.zeros(room, np.float64)
         self._place = np.zeros(room, np.int64)  # of entries in an array that somebody looks at
         self.rows = np.arange(self.size)
@@ -109,7 +110,9 @@ class Thicket:
         self.ended = np.zeros(0, np.int64)
         self.num_computed = self.size
         self._starts: list[int] = []  # the first entry of each step
-        self.standing = np.zeros(0, np.int64)
+        self.standing = self._low = self._high = np.zeros(0, np.int64)  # the last two: tips [low, high) below each
+        self._rank = self.rows.copy()  # which tip each row is, depth first
+        self._ended_rank = np.zeros(0, np.int64)
         self._free = np.zeros(0, np.int64)  # borrowed slots without a token
         self._borrowed: list[Slots] = []
 
@@ -132,22 +135,16 @@ class Thicket:
         self.length[new] = self.length[above] + 1
         self.total[new] = self.total[above] + logprobs
         self.slot[new] = -1
-        uses = np.bincount(parents, minlength=len(self.rows))
-        self.needed[self.rows] += uses
-        fallen = self.rows[uses == 0]
-        self.rows = np.arange(first, self.size)
         self._starts.append(first)
+        self._go_on(parents, step)
+        self.rows = np.arange(first, self.size)
         self.num_computed = 0
-        self._drop(fallen, step)
-        standing = self.standing[self.died[self.standing] == 0]
-        self.standing = np.concatenate([standing, self.rows])
 
     def end(self, which: NDArray[np.bool_]) -> None:
         """Let rows end here: they are kept, and do not go on."""
-        ended = self.rows[which]
-        self.needed[ended] += 1
-        self.ended = np.append(self.ended, ended)
-        self.rows = self.rows[~which]
+        self.ended = np.append(self.ended, self.rows[which])
+        self._ended_rank = np.append(self._ended_rank, self._rank[which])
+        self.rows, self._rank = self.rows[~which], self._rank[~which]
 
     def reserve(self) -> None:
         """Find a slot for each row.
@@ -187,23 +184,21 @@ class Thicket:
 
     def shape(self, rows: Ints) -> Shape:
         """Return what `rows` see of this as nodes, and perhaps more."""
-        entries = self.standing[self.slot[self.standing] >= 0]
-        number = len(self.bases)
-        place = self._place
-        place[entries] = own = np.arange(len(entries))
-        parent = self.parent[entries]
-        heads = (parent < number) | (self.needed[parent] != 1)
-        hop = np.where(heads, own, place[parent])
-        while not np.array_equal(further := hop[hop], hop):  # doubling the reach each time
-            hop = further
-        node = (np.cumsum(heads) - 1)[hop]
-        above = parent[heads]
-        inside = above >= number
-        above_node = -1 - above
-        above_node[inside] = node[place[above[inside]]]
-        order = _stable_order(node)
-        slots = self.slot[entries[order]]
-        return Shape(above_node, np.bincount(node), slots, node[place[rows]])
+        entries, low, high = self.standing, self._low, self._high
+        slots = self.slot[entries]
+        if (lacking := slots < 0).any():
+            entries, low, high, slots = (column[~lacking] for column in (entries, low, high, slots))
+        heads = np.ones(len(entries), bool)
+        np.logical_or(low[1:] != low[:-1], high[1:] != high[:-1], out=heads[1:])
+        starts = np.flatnonzero(heads)
+        length = np.diff(starts, append=len(entries))
+        self._place[entries] = np.arange(len(starts)).repeat(length)
+        above = self.parent[entries[starts]].astype(np.int64)
+        parent = np.where(above < len(self.bases), -1 - above, self._place[above])
+        # Depth first, what begins before a node's tips end stands below it.
+        begun = np.cumsum(np.bincount(low[starts], minlength=len(self.rows) + len(self.ended)))
+        below = begun[high[starts] - 1] - np.arange(1, len(starts) + 1)
+        return Shape(parent, below, length, slots, self._place[rows])
 
     def lines(self) -> Lines:
         """Tell which entries are of one branch."""
@@ -232,21 +227,40 @@ class Thicket:
         upwards = np.stack(columns[::-1], axis=1)  # shorter paths have their padding in front
         return [path[len(columns) - length :] for path, length in zip(upwards.tolist(), lengths, strict=True)]
 
-    def _drop(self, fallen: Ints, step: int) -> None:
-        """Let entries die, and those above them that nothing goes on from any more; their slots are free."""
-        freed: list[Ints] = [self._free]
-        while len(fallen):
-            self.died[fallen] = step
-            fallen = fallen[fallen >= len(self.bases)]
-            slots = self.slot[fallen]
-            freed.append(slots[slots >= 0])
-            self.slot[fallen] = -1
-            above = self.parent[fallen]
-            np.subtract.at(self.needed, above, np.int32(1))
-            above = above[self.needed[above] == 0]
-            order = self._place[above] = np.arange(len(above))
-            fallen = above[self._place[above] == order]  # each once
-        self._free = np.concatenate(freed)
+    def _go_on(self, parents: Ints, step: int) -> None:
+        """Put the last entries, children of rows `parents`, among the living, and let die what leads nowhere now."""
+        first = self.size - len(parents)
+        tips = np.empty(len(self.rows) + len(self.ended), np.int64)  # what becomes of each: so many tips
+        tips[self._rank], tips[self._ended_rank] = np.bincount(parents, minlength=len(self.rows)), 1
+        bounds = np.append(0, np.cumsum(tips))
+        self._ended_rank = bounds[self._ended_rank]
+        is_new = np.ones(bounds[-1], bool)
+        is_new[self._ended_rank] = False
+        order, rank = _stable_order(self._rank[parents]), np.flatnonzero(is_new)
+        self._rank = np.empty_like(rank)
+        self._rank[order] = rank
+
+        low, high = bounds[self._low], bounds[self._high]
+        lives = low < high
+        self._bury(self.standing[~lives], step)
+        old, low, high = self.standing[lives], low[lives], high[lives]
+        # Before an old entry come the new ones of tips before its own, before a new one the old ones up to its tip.
+        place = np.arange(len(old)) + np.append(0, np.cumsum(is_new))[low]
+        new_place = np.cumsum(np.bincount(low, minlength=len(is_new)))[rank] + np.arange(len(rank))
+        merged = np.empty((3, len(old) + len(rank)), np.int64)
+        merged[:, place], merged[:, new_place] = (old, low, high), (first + order, rank, rank + 1)
+        self.standing, self._low, self._high = merged
+
+    def _bury(self, fallen: Ints, step: int) -> None:
+        """Let entries die, and the bases to which no tip leads back; their slots are free."""
+        self.died[fallen] = step
+        died = self.died[: len(self.bases)]
+        leads_on = np.zeros(len(died), bool)
+        leads_on[self.base[self.ended]] = leads_on[self.base[self._starts[-1] : self.size]] = True
+        died[~leads_on & (died == 0)] = step
+        slots = self.slot[fallen]
+        self._free = np.concatenate([self._free, slots[slots >= 0]])
+        self.slot[fallen] = -1
 
     def _make_room(self, size: int) -> None:
         self.size = size

@@ -40,63 +40,96 @@ class Layout(NamedTuple):
 
 def lay_out(tree: TreeSpec, slots: Ints, window: int | None) -> Layout:
     """Order rows and key tokens depth-first and drop the key tokens that no row sees."""
-    parent, length = tree.parent, tree.length
-    hops = reaches(parent)
-    rank, size = _preorder(parent, hops)
-    order = np.empty_like(rank)  # nodes depth-first
-    order[rank] = np.arange(len(rank))
-    depth = along_paths(hops, length, np.add)  # tokens down to each node's end
-    first = np.cumsum(length) - length  # of each node, in the caller's token order
-    node, offset = tree.query_node, tree.query_offset
-    seen = depth[node] - length[node] + offset + 1
-    check("query_node", node, seen > 0, "have a token on its path, or its query sees nothing")
+    nodes = _depth_first(tree)
+    parent, length, first = nodes.parent, nodes.length, nodes.first
+    number = np.arange(tree.num_nodes)
+    closed = np.bincount(number + nodes.below + 1, weights=length, minlength=tree.num_nodes + 1)[:-1]
+    depth = np.cumsum(length - closed.astype(np.int64))  # tokens down to each node's end
+    node, offset = nodes.query_node, tree.query_offset
+    seen = (depth - length)[node] + offset + 1
+    check("query_node", tree.query_node, seen > 0, "have a token on its path, or its query sees nothing")
 
-    row_rank = rank[node]
-    row_order = stable_order(offset + 1, int(length.max()) + 1)
-    row_order = row_order[stable_order(row_rank[row_order], tree.num_nodes)]
+    rows_at = np.bincount(node, minlength=tree.num_nodes)
+    row_order = _row_order(node, offset, rows_at)
     row_node, row_offset, row_seen = node[row_order], offset[row_order], seen[row_order]
     row_starts = np.ones(len(row_order), bool)
     row_starts[1:] = (row_node[1:] != row_node[:-1]) | (row_offset[1:] != row_offset[:-1] + 1)
-    rows_before = indptr(np.bincount(row_rank, minlength=tree.num_nodes))
-    low, high = rows_before[rank], rows_before[rank + size]
+    rows_before = indptr(rows_at)
+    low, high = rows_before[:-1], rows_before[number + nodes.below + 1]
     if tree.position is None:
         row_position = row_seen - 1
     else:  # tokens of an ancestor come first in the caller's order, so the last one on a path has the largest index
-        last = along_paths(hops, np.where(length > 0, first + length - 1, -1), np.maximum)
+        last = along_paths(reaches(parent), np.where(length > 0, first + length - 1, -1), np.maximum)
         inherited = last[parent[row_node]]
         row_position = tree.position[np.where(row_offset < 0, inherited, first[row_node] + row_offset)]
 
     used = np.where(high > low, length, 0)
-    start = np.empty_like(used)  # of each node, in the depth-first token order
-    start[order] = np.cumsum(used[order]) - used[order]
-    kept = order[used[order] > 0]
+    start = np.cumsum(used) - used  # of each node, in the depth-first token order
+    kept = np.flatnonzero(used)
     tokens = used[kept]
     source = ranges(first[kept], first[kept] + tokens)  # the caller's number of each key token
-    # Rows sit in token order, so a token's first reader is the number of rows before it.
     row_end = start[row_node] + row_offset + 1
-    kv_low = np.cumsum(np.bincount(row_end, minlength=len(source) + 1)[: len(source)])
-    kv_readers = pack(kv_low, np.repeat(high[kept], tokens))
+    kv_readers = np.repeat(pack(low[kept], high[kept]), tokens)
     kv_position = np.zeros(0, np.int64)
-    needed = kv_low < unpack(kv_readers)[1]
+    needed = None  # all of them
+    if (row_offset + 1 < length[row_node]).any():
+        # Rows sit in token order, so a token's first reader is the number of rows before it.
+        kv_low, kv_high = unpack(kv_readers)
+        kv_low[:] = np.cumsum(np.bincount(row_end, minlength=len(source) + 1)[: len(source)])
+        needed = kv_low < kv_high
     if window is not None:
         kv_position = source - np.repeat((first - depth + length)[kept], tokens)
         if tree.position is not None:
             kv_position = tree.position[source]
-        nearest = range_min(row_position, kv_low[needed], unpack(kv_readers)[1][needed])
-        needed[needed] = kv_position[needed] > nearest - window
+        needed = np.ones(len(source), bool) if needed is None else needed
+        kv_low, kv_high = unpack(kv_readers[needed])
+        needed[needed] = kv_position[needed] > range_min(row_position, kv_low, kv_high) - window
         kv_position = kv_position[needed]
-    if not needed.all():
+    if needed is not None and not needed.all():
         source, kv_readers, row_end = source[needed], kv_readers[needed], indptr(needed)[row_end]
         used = np.bincount(np.repeat(kept, tokens)[needed], minlength=tree.num_nodes)
         kept = kept[used[kept] > 0]
         tokens = used[kept]
     kv_slots = slots.take(source)
     ends = np.cumsum(tokens)
-    root = np.cumsum(parent[order] < 0)[rank[kept]] - 1
+    root = np.cumsum(parent < 0)[kept] - 1
     return Layout(
         row_order, row_position, row_starts, row_seen, np.append(0, row_end), kv_slots, kv_readers, kv_position,
         ends - tokens, ends, low[kept], high[kept], root,
     )  # fmt: skip
+
+
+class _Nodes(NamedTuple):
+    """The nodes of a tree in depth-first order."""
+
+    parent: Ints
+    length: Ints
+    below: Ints  # how many nodes stand below each, right behind it
+    first: Ints  # of each node's tokens, in the caller's order
+    query_node: Ints
+
+
+def _depth_first(tree: TreeSpec) -> _Nodes:
+    """Bring nodes in depth-first order, if they are not."""
+    first = np.cumsum(tree.length) - tree.length
+    if tree.below is not None:
+        return _Nodes(tree.parent, tree.length, tree.below, first, tree.query_node)
+    rank, size = _preorder(tree.parent)
+    order = np.empty_like(rank)
+    order[rank] = np.arange(len(rank))
+    above = tree.parent[order]
+    parent = np.where(above < 0, -1, rank[above])
+    return _Nodes(parent, tree.length[order], size[order] - 1, first[order], rank[tree.query_node])
+
+
+def _row_order(node: Ints, offset: Ints, rows_at: Ints) -> Ints:
+    """Order rows by node and offset, equal ones as they come."""
+    if rows_at.max() == 1:
+        row_at = np.empty_like(rows_at)
+        row_at[node] = np.arange(len(node))
+        return row_at[rows_at > 0]
+    order = stable_order(offset + 1, int(offset.max()) + 2)
+    return order[stable_order(node[order], len(rows_at))]
 
 
 def pack(low: Ints, high: Ints) -> Ints:
@@ -123,9 +156,9 @@ def reaches(parent: Ints) -> list[Ints]:
     return hops
 
 
-def _preorder(parent: Ints, hops: list[Ints]) -> tuple[Ints, Ints]:
+def _preorder(parent: Ints) -> tuple[Ints, Ints]:
     """Depth-first place and subtree size of each node, in a few passes that double their reach."""
-    count = len(parent)
+    count, hops = len(parent), reaches(parent)
     size = np.ones(count + 1)
     for hop in hops:
         size[count] = 0  # stands above the roots
@@ -172,6 +205,8 @@ def ranges(start: Ints, end: Ints) -> Ints:
     """Concatenate arange(start[i], end[i]) for all i, none reversed."""
     some = end > start
     start, end = start[some], end[some]
+    if (start[1:] == end[:-1]).all():
+        return np.arange(start[0], end[-1]) if len(start) else np.zeros(0, np.int64)
     ends = np.cumsum(end - start)
     # Differences to the number before, summed in place: page faults of large intermediate arrays would cost more.
     numbers = np.ones(ends[-1] if len(ends) else 0, np.int64)

@@ -26,6 +26,9 @@ class TreeSpec:
         tokens. -1 stands before the node's first token. Default: the node's last token.
     position : array_like of int, [tokens], optional
         Logical position of each token, nodes in order; only windows read it. Default: tokens above it on its path.
+    below : array_like of int, [nodes], optional
+        How many nodes stand below each, for nodes in depth-first order: these follow it at once. That spares plans the
+        search for such an order. Default: nodes are in any order, parents before their children.
 
     Raises
     ------
@@ -48,6 +51,7 @@ class TreeSpec:
         query_node: npt.ArrayLike,
         query_offset: npt.ArrayLike | None = None,
         position: npt.ArrayLike | None = None,
+        below: npt.ArrayLike | None = None,
     ) -> None:
         self.parent = integers("parent", parent)
         self.num_nodes = len(self.parent)
@@ -77,6 +81,18 @@ class TreeSpec:
         if position is not None:
             self.position = integers("position", position, self.num_tokens, "one a token")
             check("position", self.position, self.position >= 0, "be at least 0")
+        self.below = None
+        if below is not None:
+            self.below = integers("below", below, self.num_nodes, "one a node")
+            self._check_below(self.below, nodes)
+
+    def _check_below(self, below: Ints, nodes: Ints) -> None:
+        """Subtrees of these sizes lie within each other and hold what their sizes say: so they are whole ranges."""
+        above = np.where(self.parent < 0, self.num_nodes, self.parent)
+        held = np.bincount(above, weights=below + 1, minlength=self.num_nodes)[:-1]
+        ends = np.append(nodes + below, self.num_nodes - 1)
+        right = (below == held) & (ends[:-1] <= ends[above])
+        check("below", below, right, "be the nodes below, all of which follow at once")
 
 
 def integers(name: str, values: npt.ArrayLike, count: int | None = None, what: str = "") -> npt.NDArray[np.int64]:
