@@ -313,8 +313,8 @@ class Batch:
             offsets.append(shape.length[shape.row_node] - 1)
             num_nodes += len(shape.parent)
         below = None
-        if len(shapes) == 1 and (parents[0] == np.arange(-1, len(place) - 1)).all():  # one path, and all else below it
-            below = np.concatenate([np.arange(num_nodes - 1, num_nodes - 1 - len(place), -1), shapes[0][1].below])
+        if len(bases) == 1 and list(place) == kv.forest.path(bases[0]):  # all is one path, and one growth below it
+            below = np.concatenate([num_nodes - 1 - np.arange(len(place)), *(shape.below for _, shape in shapes)])
         spec = TreeSpec(
             parent=np.concatenate(parents),
             length=np.concatenate([np.array(lengths, np.int64), *(shape.length for _, shape in shapes)]),

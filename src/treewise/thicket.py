@@ -101,7 +101,7 @@ class Thicket:
         room = 4 * self.size
         self.parent, self.base, self.token, self.length, self.slot, self.died = np.zeros((6, room), np.int32)
         self.logprob, self.total = np.zeros(room, np.float32), np.zeros(room, np.float64)
-        self._place = np.zeros(room, np.int64)  # of entries in an array that somebody looks at
+        self._place = np.zeros(room, np.int32)  # of entries in an array that somebody looks at
         self.rows = np.arange(self.size)
         self.base[: self.size] = self.rows
         self.length[: self.size] = [node.end for node in self.bases]
@@ -192,13 +192,13 @@ class Thicket:
         np.logical_or(low[1:] != low[:-1], high[1:] != high[:-1], out=heads[1:])
         starts = np.flatnonzero(heads)
         length = np.diff(starts, append=len(entries))
-        self._place[entries] = np.arange(len(starts)).repeat(length)
+        self._place[entries] = np.arange(len(starts), dtype=np.int32).repeat(length)
         above = self.parent[entries[starts]].astype(np.int64)
         parent = np.where(above < len(self.bases), -1 - above, self._place[above])
         # Depth first, what begins before a node's tips end stands below it.
         begun = np.cumsum(np.bincount(low[starts], minlength=len(self.rows) + len(self.ended)))
         below = begun[high[starts] - 1] - np.arange(1, len(starts) + 1)
-        return Shape(parent, below, length, slots, self._place[rows])
+        return Shape(parent, below, length, slots, self._place[rows].astype(np.int64))
 
     def lines(self) -> Lines:
         """Tell which entries are of one branch."""
@@ -243,13 +243,19 @@ class Thicket:
         low, high = bounds[self._low], bounds[self._high]
         lives = low < high
         self._bury(self.standing[~lives], step)
-        old, low, high = self.standing[lives], low[lives], high[lives]
+        kept = np.flatnonzero(lives)
+        old, low, high = self.standing[kept], low[kept], high[kept]
         # Before an old entry come the new ones of tips before its own, before a new one the old ones up to its tip.
-        place = np.arange(len(old)) + np.append(0, np.cumsum(is_new))[low]
+        place = np.arange(len(kept)) + np.append(0, np.cumsum(is_new))[low]
         new_place = np.cumsum(np.bincount(low, minlength=len(is_new)))[rank] + np.arange(len(rank))
-        merged = np.empty((3, len(old) + len(rank)), np.int64)
-        merged[:, place], merged[:, new_place] = (old, low, high), (first + order, rank, rank + 1)
-        self.standing, self._low, self._high = merged
+
+        def merged(of_old: Ints, of_new: Ints) -> Ints:
+            both = np.empty(len(kept) + len(rank), np.int64)
+            both[place], both[new_place] = of_old, of_new
+            return both
+
+        self.standing = merged(old, first + order)
+        self._low, self._high = merged(low, rank), merged(high, rank + 1)
 
     def _bury(self, fallen: Ints, step: int) -> None:
         """Let entries die, and the bases to which no tip leads back; their slots are free."""

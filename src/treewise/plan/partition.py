@@ -167,11 +167,11 @@ def flatten(layout: Layout, sizes: Blocks, step: int) -> Partition:
     if not (own & lone).any() and (tiles == 1 or length[~own].sum() <= STEP * tiles):
         own &= length > path_cut.most
     own |= (copies > 1) & (copies * length > sizes.copied)
-    long, short = np.flatnonzero(own), np.flatnonzero(~own)
+    long = np.flatnonzero(own)
     if not lone[long].all():  # the multiprocessors are not for the paths alone
         path_cut = path_cut._replace(wanted=path_cut.wanted[-1:])
     own_items, own_fresh = _long_nodes(layout, sizes, step, long, lone[long])
-    items, fresh, part_start, part_end = _paths(layout, path_cut, tiled, step, short)
+    items, fresh, part_start, part_end = _paths(layout, path_cut, tiled, step, own)
     # The key arrays are those of the long nodes, once, and then the paths of each row tile.
     start, end = layout.node_start[long], layout.node_end[long]
     bounds = indptr(end - start)
@@ -234,26 +234,58 @@ def _long_nodes(layout: Layout, sizes: Blocks, step: int, long: Ints, lone: npt.
     return _items(row_low, row_high, kv_start, kv_end, free_end, which[tile]), fresh
 
 
-def _paths(layout: Layout, cut: Cut, tiled: _Tiles, step: int, short: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Items that read short nodes along the paths of row tiles, and the key tokens that each is the first to read.
+class _Runs(NamedTuple):
+    """Neighbouring nodes of a layout that a list has side by side: short ones that one tile alone reads, or one."""
+
+    mixed: npt.NDArray[np.bool_]  # whether its nodes may have different readers
+    start: Ints
+    end: Ints
+    least: Ints
+    most: Ints  # ends of its nodes' readers
+    root: Ints
+    first: Ints
+    last: Ints  # the tiles that read it
+
+
+def _runs(layout: Layout, tiled: _Tiles, own: npt.NDArray[np.bool_]) -> _Runs:
+    """Put short nodes together, but for those that all rows of their tile see; leave out those of `own`."""
+    bounds, first, last = tiled
+    low, high = layout.node_low, layout.node_high
+    alone = own | (last > first + 1) | ((low == bounds[first]) & (high == bounds[first + 1]))
+    alone |= (high > low + 1) & (layout.node_end - layout.node_start >= STEP)
+    begins = alone.copy()
+    begins[0] = True
+    begins[1:] |= alone[:-1] | (first[1:] != first[:-1]) | (layout.node_root[1:] != layout.node_root[:-1])
+    node = np.flatnonzero(begins)
+    end = layout.node_end[np.append(node[1:], len(begins)) - 1]
+    least, most = np.minimum.reduceat(high, node), np.maximum.reduceat(high, node)
+    columns = (~alone[node], layout.node_start[node], end, least, most, layout.node_root[node], first[node], last[node])
+    listed = ~own[node]
+    return _Runs(*(column[listed] for column in columns))
+
+
+def _paths(
+    layout: Layout, cut: Cut, tiled: _Tiles, step: int, own: npt.NDArray[np.bool_]
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Items that read all nodes but `own` along the paths of row tiles, and the tokens that each is the first to read.
 
     Also returns of which parts [start, end) of the layout their key tokens consist.
     """
     bounds, trees = tiled.bounds, int(layout.node_root[-1]) + 1
     tiles = len(bounds) - 1
-    first, last = tiled.first[short], tiled.last[short]
-    node, tile = short.repeat(last - first), ranges(first, last)
+    runs = _runs(layout, tiled, own)
+    run, tile = np.arange(len(runs.start)).repeat(runs.last - runs.first), ranges(runs.first, runs.last)
 
-    # Segments: what a row tile sees of a node, mask-free and then masked. A list is all segments of a row tile.
-    start, end = layout.node_start[node], np.minimum(layout.node_end[node], layout.first_read[bounds[tile + 1]])
-    free = np.clip(layout.first_read[bounds[tile] + 1], start, end)
-    free = np.where(layout.node_high[node] < bounds[tile + 1], start, free)
+    # Segments: what a row tile sees of a run, mask-free and then masked. A list is all segments of a row tile.
+    start, end = runs.start[run], np.minimum(runs.end[run], layout.first_read[bounds[1:]][tile])
+    free = np.clip(layout.first_read[bounds[:-1] + 1][tile], start, end)
+    free = np.where(runs.mixed[run] | (runs.most[run] < bounds[1:][tile]), start, free)
     open_part, masked_part = np.flatnonzero(free > start), np.flatnonzero(end > free)
     start, end = (np.concatenate((a[open_part], b[masked_part])) for a, b in ((start, free), (free, end)))
     pair = np.concatenate((open_part, masked_part))
-    own_list = tile[pair] * trees + layout.node_root[node[pair]]
+    own_list = tile[pair] * trees + runs.root[run[pair]]
     order = stable_order(own_list, tiles * trees)
-    start, end, own_list, node, tile = start[order], end[order], own_list[order], node[pair[order]], tile[pair[order]]
+    start, end, own_list, run, tile = start[order], end[order], own_list[order], run[pair[order]], tile[pair[order]]
 
     # Lists are cut evenly; a part is what an item holds of a segment.
     offset = indptr(end - start)
@@ -269,11 +301,16 @@ def _paths(layout: Layout, cut: Cut, tiled: _Tiles, step: int, short: Ints) -> t
     part[head] = kv_start
     part_start = start[segment] + part - offset[segment]
     part_end = part_start + np.append(part[1:], offset[-1]) - part
-    row_low, high = bounds[tile[segment]], layout.node_high[node[segment]]
+    row_low, least, most = bounds[tile[segment]], runs.least[run[segment]], runs.most[run[segment]]
+    torn = np.flatnonzero(runs.mixed[run[segment]] & (part_end - part_start < (end - start)[segment]))
+    for ends, combine in ((least, np.minimum), (most, np.maximum)):
+        final = part_end[torn] - 1
+        inside = np.stack((part_start[torn], final), axis=1).ravel()
+        ends[torn] = combine(combine.reduceat(layout.kv_high, inside)[::2], layout.kv_high[final])
     item_low = np.maximum(row_low[head], np.minimum.reduceat(layout.kv_low[part_start], head))
-    item_high = np.minimum(bounds[tile[segment[head]] + 1], np.maximum.reduceat(high, head))
+    item_high = np.minimum(bounds[tile[segment[head]] + 1], np.maximum.reduceat(most, head))
     item = np.repeat(np.arange(len(head)), np.append(head[1:], len(part)) - head)
-    every = (layout.kv_low[part_end - 1] <= item_low[item]) & (high >= item_high[item])
+    every = (layout.kv_low[part_end - 1] <= item_low[item]) & (least >= item_high[item])
     free_end = np.minimum.reduceat(np.where(every, kv_end[item], part), head)
     # A key token is first read by the tile of its first reader.
     fresh = part_end - np.clip(layout.first_read[row_low], part_start, part_end)
