@@ -311,15 +311,20 @@ def merges(items: Ints, num_rows: int) -> tuple[Ints, Ints, Ints, Ints]:
         See `Plan`.
     """
     low, high = items[:, ROW_LOW], items[:, ROW_HIGH]
-    several = indptr(np.bincount(ranges(low, high), minlength=num_rows) != 1)
+    number = _items_of_rows(low, high, num_rows)
+    several = indptr(number != 1)
     partial = several[high] > several[low]
     entry = np.where(partial, indptr(np.where(partial, high - low, 0))[:-1], -1)
+    counts = _items_of_rows(low[partial], high[partial], num_rows)
+    reduce_rows = np.flatnonzero(counts == number)
     row = ranges(low[partial], high[partial])
-    counts = np.bincount(row, minlength=num_rows)
-    done = np.zeros(num_rows, bool)
-    done[ranges(low[~partial], high[~partial])] = True
-    reduce_rows = np.flatnonzero(~done)
     return entry, reduce_rows, indptr(counts[reduce_rows]), stable_order(row, num_rows)
+
+
+def _items_of_rows(low: Ints, high: Ints, num_rows: int) -> Ints:
+    """Count the items of each row."""
+    begin, end = (np.bincount(bounds, minlength=num_rows + 1) for bounds in (low, high))
+    return np.cumsum(begin - end)[:-1]
 
 
 def upload(arrays: dict[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:

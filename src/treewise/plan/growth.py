@@ -34,7 +34,7 @@ def with_room(tree: TreeSpec, slots: Ints, room: int) -> tuple[TreeSpec, Ints]:
         depth = np.where(tree.length[node] > 0, position[np.maximum(end - 1, 0)], -1)
         check("query_node", node, tree.length[node] > 0, "have a token of its own, where positions are given")
         position = np.insert(position, np.repeat(end, room), (depth[:, None] + 1 + step[None, :]).ravel())
-    grown = TreeSpec(tree.parent, length, node, tree.query_offset + room, position)
+    grown = TreeSpec(tree.parent, length, node, tree.query_offset + room, position, tree.below)
     return grown, np.insert(slots, np.repeat(end, room), reserved.ravel())
 
 

@@ -203,8 +203,8 @@ def indptr(counts: Ints) -> Ints:
 
 def ranges(start: Ints, end: Ints) -> Ints:
     """Concatenate arange(start[i], end[i]) for all i, none reversed."""
-    some = end > start
-    start, end = start[some], end[some]
+    if not (some := end > start).all():
+        start, end = start[some], end[some]
     if (start[1:] == end[:-1]).all():
         return np.arange(start[0], end[-1]) if len(start) else np.zeros(0, np.int64)
     ends = np.cumsum(end - start)

@@ -51,7 +51,7 @@ class Cut(NamedTuple):
         if not self.wanted or not len(lengths):
             return self.most
         length, count = lengths, np.ones_like(lengths)
-        if len(lengths) > 64:
+        if len(lengths) > 1024:
             length, count = np.unique(lengths, return_counts=True)
         least = max(128, int(lengths.max()) // 64)  # a row that merges more partial results waits for them
         for items, limit in self.wanted:
@@ -216,6 +216,8 @@ def _long_nodes(layout: Layout, sizes: Blocks, step: int, long: Ints, lone: npt.
 
     The group of an item is the place of its node in `long`.
     """
+    if not len(long):
+        return np.zeros((0, 8), np.int64), long
     readers = layout.node_high[long] - layout.node_low[long]
     which, number, count = _pieces(readers, np.where(lone, sizes.lone.rows, sizes.shared.rows))
     node, readers, lone = long[which], readers[which], lone[which]
@@ -289,7 +291,7 @@ def _paths(
 
     # Lists are cut evenly; a part is what an item holds of a segment.
     offset = indptr(end - start)
-    first = np.flatnonzero(np.diff(own_list, prepend=-1))
+    first = np.flatnonzero(np.append(True, own_list[1:] != own_list[:-1]))
     list_start, list_end = offset[first], offset[np.append(first[1:], len(own_list))]
     chunk = cut.chunk(list_end - list_start)
     _, kv_start, kv_end = _even(list_start, list_end, np.full(len(first), chunk), step)
