@@ -64,7 +64,7 @@ class Thicket:
     and what nothing goes on from is dropped, by a few operations on whole arrays, whatever the width. The tokens' keys
     lie in slots that the thicket borrows from the pool by the page and hands out one by one. Entries are never moved:
     those that died remain, so that the whole story can be told when somebody asks. The living are listed depth first,
-    each with the interval of *tips*, where paths end, that it leads to: an entry dies when that is empty.
+    in chains whose entries lead to the same interval of *tips*, where paths end: when that is empty, a chain dies.
 
     The first entries stand for the leaves below which all this grows, the *bases*. The *rows* are the entries that go
     on, in the order of the controller's rows.
@@ -110,7 +110,9 @@ class Thicket:
         self.ended = np.zeros(0, np.int64)
         self.num_computed = self.size
         self._starts: list[int] = []  # the first entry of each step
-        self.standing = self._low = self._high = np.zeros(0, np.int64)  # the last two: tips [low, high) below each
+        self.standing = np.zeros(0, np.int64)
+        # Chains of these that lead to the same tips [low, high), and how long they are.
+        self._low = self._high = self._size = np.zeros(0, np.int64)
         self._rank = self.rows.copy()  # which tip each row is, depth first
         self._ended_rank = np.zeros(0, np.int64)
         self._free = np.zeros(0, np.int64)  # borrowed slots without a token
@@ -184,21 +186,17 @@ class Thicket:
 
     def shape(self, rows: Ints) -> Shape:
         """Return what `rows` see of this as nodes, and perhaps more."""
-        entries, low, high = self.standing, self._low, self._high
-        slots = self.slot[entries]
-        if (lacking := slots < 0).any():
-            entries, low, high, slots = (column[~lacking] for column in (entries, low, high, slots))
-        heads = np.ones(len(entries), bool)
-        np.logical_or(low[1:] != low[:-1], high[1:] != high[:-1], out=heads[1:])
-        starts = np.flatnonzero(heads)
-        length = np.diff(starts, append=len(entries))
-        self._place[entries] = np.arange(len(starts), dtype=np.int32).repeat(length)
-        above = self.parent[entries[starts]].astype(np.int64)
-        parent = np.where(above < len(self.bases), -1 - above, self._place[above])
+        low, high, length = self._low, self._high, self._size
+        number, ends = np.arange(len(length)), np.cumsum(length)
+        self._place[self.standing[ends - 1]] = number  # all that has several children, or a row, is the last of its chain
+        above = self.parent[self.standing[ends - length]]
+        parent = np.where(above < len(self.bases), -1 - above, self._place[above]).astype(np.int64)
         # Depth first, what begins before a node's tips end stands below it.
-        begun = np.cumsum(np.bincount(low[starts], minlength=len(self.rows) + len(self.ended)))
-        below = begun[high[starts] - 1] - np.arange(1, len(starts) + 1)
-        return Shape(parent, below, length, slots, self._place[rows].astype(np.int64))
+        begun = np.cumsum(np.bincount(low, minlength=len(self.rows) + len(self.ended)))
+        slots = self.slot[self.standing]
+        if not (has_slot := slots >= 0).all():
+            slots, length = slots[has_slot], np.add.reduceat(has_slot, ends - length)
+        return Shape(parent, begun[high - 1] - number - 1, length, slots, self._place[rows].astype(np.int64))
 
     def lines(self) -> Lines:
         """Tell which entries are of one branch."""
@@ -242,20 +240,29 @@ class Thicket:
 
         low, high = bounds[self._low], bounds[self._high]
         lives = low < high
-        self._bury(self.standing[~lives], step)
-        kept = np.flatnonzero(lives)
-        old, low, high = self.standing[kept], low[kept], high[kept]
-        # Before an old entry come the new ones of tips before its own, before a new one the old ones up to its tip.
-        place = np.arange(len(kept)) + np.append(0, np.cumsum(is_new))[low]
-        new_place = np.cumsum(np.bincount(low, minlength=len(is_new)))[rank] + np.arange(len(rank))
+        stays = lives.repeat(self._size)
+        self._bury(self.standing[~stays], step)
+        # Before an old chain come the new entries of tips before its own, before a new entry the old up to its tip.
+        low, kept, new = low[lives], np.arange(np.count_nonzero(lives)), np.arange(len(rank))
+        place = kept + np.append(0, np.cumsum(is_new))[low]
+        new_place = np.cumsum(np.bincount(low, minlength=len(is_new)))[rank] + new
 
-        def merged(of_old: Ints, of_new: Ints) -> Ints:
-            both = np.empty(len(kept) + len(rank), np.int64)
+        def merged(of_old: Ints, of_new: Ints | int) -> Ints:
+            both = np.empty(len(kept) + len(new), np.int64)
             both[place], both[new_place] = of_old, of_new
             return both
 
-        self.standing = merged(old, first + order)
-        self._low, self._high = merged(low, rank), merged(high, rank + 1)
+        low, high, size = merged(low, rank), merged(high[lives], rank + 1), merged(self._size[lives], 1)
+        new_last = np.cumsum(size)[new_place] - 1
+        old = self.standing[stays]
+        self.standing = np.empty(len(old) + len(new), np.int64)
+        is_old = np.ones(len(self.standing), bool)
+        is_old[new_last] = False
+        self.standing[is_old], self.standing[new_last] = old, first + order
+        differs = np.ones(len(low), bool)
+        np.logical_or(low[1:] != low[:-1], high[1:] != high[:-1], out=differs[1:])
+        begins = np.flatnonzero(differs)
+        self._low, self._high, self._size = low[begins], high[begins], np.add.reduceat(size, begins)
 
     def _bury(self, fallen: Ints, step: int) -> None:
         """Let entries die, and the bases to which no tip leads back; their slots are free."""
@@ -273,7 +280,7 @@ class Thicket:
         if size > len(self.parent):
             for name in _COLUMNS:
                 column = getattr(self, name)
-                grown = np.zeros(2 * size, column.dtype)
+                grown = np.zeros(8 * size, column.dtype)  # takes no memory before it is written to
                 grown[: len(column)] = column
                 setattr(self, name, grown)
 
