@@ -21,11 +21,11 @@ class Lines(NamedTuple):
 
     Attributes
     ----------
-    line : int64 [entries]
+    line : int32 [entries]
         The entry with which the line of each entry begins; below the number of bases, the base itself.
-    rank : int64 [entries]
+    rank : int32 [entries]
         Which child of its parent each entry is, those that died included.
-    children : int64 [entries]
+    children : int32 [entries]
         How many children each entry had, those that died included.
     """
 
@@ -200,16 +200,16 @@ class Thicket:
 
     def lines(self) -> Lines:
         """Tell which entries are of one branch."""
-        number, size = len(self.bases), self.size
-        children = np.bincount(self.parent[number:size], minlength=size)
-        line, rank = np.arange(size), np.zeros(size, np.int64)
-        for start, stop in zip(self._starts, [*self._starts[1:], size], strict=True):  # all children of an entry
-            parent = self.parent[start:stop]
-            order = _stable_order(parent - parent.min(initial=size))
-            sorted_parent = parent[order]
-            rank[start:stop][order] = np.arange(len(parent)) - np.searchsorted(sorted_parent, sorted_parent)
-            goes_on = children[parent] == 1
-            line[start:stop][goes_on] = line[parent[goes_on]]
+        line = np.arange(self.size, dtype=np.int32)
+        rank, children = np.zeros((2, self.size), np.int32)
+        starts = [0, *self._starts, self.size]
+        for above, start, stop in zip(starts, starts[1:], starts[2:], strict=False):  # all children of [above, start)
+            parent = self.parent[start:stop] - above
+            count = np.bincount(parent, minlength=start - above)
+            children[above:start] = count
+            first = np.cumsum(count) - count  # of the children of each, side by side
+            rank[start:stop][_stable_order(parent)] = np.arange(len(parent)) - first.repeat(count)
+            line[start:stop] = np.where(count[parent] == 1, line[above:start][parent], line[start:stop])
         return Lines(line, rank, children)
 
     def paths(self, entries: Ints) -> list[list[int]]:
