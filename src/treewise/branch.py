@@ -643,8 +643,10 @@ def depth_first(branches: Iterable[Branch]) -> list[Branch]:
         branch = stack.pop()
         if branch in wanted:
             order.append(branch)
-        if branch in below:
-            stack.extend(sorted(below[branch], key=_ordinal, reverse=True))
+        if (forks := below.get(branch)) is not None:
+            if len(forks) > 1:
+                forks.sort(key=_ordinal, reverse=True)
+            stack += forks
     return order
 
 
