@@ -188,7 +188,7 @@ class Thicket:
         """Return what `rows` see of this as nodes, and perhaps more."""
         low, high, length = self._low, self._high, self._size
         number, ends = np.arange(len(length)), np.cumsum(length)
-        self._place[self.standing[ends - 1]] = number  # all that has several children, or a row, is the last of its chain
+        self._place[self.standing[ends - 1]] = number  # rows, and whatever forks, are the last of their chains
         above = self.parent[self.standing[ends - length]]
         parent = np.where(above < len(self.bases), -1 - above, self._place[above]).astype(np.int64)
         # Depth first, what begins before a node's tips end stands below it.

@@ -67,6 +67,71 @@ def test_every_pair_that_the_tree_allows_is_covered_once(tree, window, row_tile,
         check_form(plan)
 
 
+def depth_first(tree):
+    """The same tree with its nodes depth first and what stands below each told, and where its tokens were."""
+    order, below = [], []
+
+    def visit(node):
+        place = len(order)
+        order.append(node)
+        below.append(0)
+        for child in np.flatnonzero(tree.parent == node):
+            visit(child)
+        below[place] = len(order) - 1 - place
+
+    for root in np.flatnonzero(tree.parent < 0):
+        visit(root)
+    place = np.argsort(order)
+    parent = [-1 if tree.parent[node] < 0 else place[tree.parent[node]] for node in order]
+    first = np.cumsum(tree.length) - tree.length
+    tokens = [token for node in order for token in range(first[node], first[node] + tree.length[node])]
+    spec = TreeSpec(parent, tree.length[order], place[tree.query_node], tree.query_offset, below=below)
+    return spec, tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(tree=trees(), window=st.sampled_from([None, 7]))
+def test_nodes_that_are_said_to_come_depth_first_get_the_plan_that_is_found_otherwise(tree, window):
+    told, tokens = depth_first(tree)
+    for method in ("auto", "deft:flatten", "deft:node", "radix"):
+        found = plan_tree(tree, method, window=window, **SHAPE)
+        plan = plan_tree(told, method, window=window, slots=tokens, **SHAPE)
+        for name in ("row_order", "row_position", "kv_slots", "kv_low", "kv_high", "kv_position", "items"):
+            np.testing.assert_array_equal(getattr(plan, name), getattr(found, name), err_msg=f"{name} of {method}")
+
+
+def wide_tree(width, steps, seed):
+    """Rows that go on, fork and die at random, as beams do; nodes are numbered as they come."""
+    draw = np.random.default_rng(seed)
+    parent, length, tips = [-1], [draw.integers(1, 200)], [0]
+    for _ in range(steps):
+        children = []
+        for tip, number in enumerate(np.bincount(draw.integers(len(tips), size=width), minlength=len(tips))):
+            if number == 1 and len(tips) == width:
+                length[tips[tip]] += 1
+                children.append(tips[tip])
+                continue
+            for _ in range(number):
+                children.append(len(parent))
+                parent.append(tips[tip])
+                length.append(draw.integers(1, 3))
+        tips = children
+    return TreeSpec(parent, length, draw.permutation(tips))
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper", "cpu"])
+@pytest.mark.parametrize(("width", "steps"), [(300, 12), (90, 60)])
+def test_a_wide_tree_of_short_nodes_is_covered_once(backend, width, steps, monkeypatch):
+    monkeypatch.setattr("treewise.plan.upload", lambda arrays, device: {})
+    tree = wide_tree(width, steps, width)
+    device = "cpu" if backend == "cpu" else "cuda"
+    shape = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16, "device": device}
+    for chunk in (None, 64):
+        plan = plan_tree(tree, "deft:flatten", backend=backend, chunk=chunk, **shape)
+        np.testing.assert_array_equal(covered(plan, tree.num_tokens), seen_by(tree, None))
+        check_form(plan)
+
+
 @pytest.mark.parametrize("copied", [partition.COPIED, 60])
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("room", [0, 3])
@@ -233,6 +298,12 @@ def test_no_item_has_more_rows_than_the_row_tile(method):
             "position must hold 2 entries, one a token",
         ),
         ({"parent": [-1], "length": [2], "query_node": [0], "position": [0, -1]}, "position[1] is -1"),
+        (
+            {"parent": [-1, 0, 0, 1], "length": [1] * 4, "query_node": [0], "below": [3, 1, 0, 0]},
+            "below[3] is 0; it must count the nodes below, and nodes must come depth first",
+        ),
+        ({"parent": [-1, 0], "length": [1, 1], "query_node": [0], "below": [0, 0]}, "below[0] is 0; it must count"),
+        ({"parent": [-1], "length": [1], "query_node": [0], "below": [0, 0]}, "below must hold 1 entries, one a node"),
     ],
 )
 def test_a_wrong_tree_is_refused(arguments, message):

@@ -11,10 +11,12 @@ from stress import Widening
 from tiny import dense_logits, idle, tiny_llm, tiny_model
 
 from treewise import BeamSearchParams, SamplingParams, call, decode, gather, generate
+from treewise.batch import Batch
 from treewise.config import SamplingParams as Params
 from treewise.controller import BeamSearch, Rows, TreeView
 from treewise.kv import KVManager, OutOfSlots, make_pool
 from treewise.outputs import draw
+from treewise.plan import plan_tree
 from treewise.thicket import Thicket
 from treewise.tree import Forest
 
@@ -47,11 +49,12 @@ def computed_node(kv: KVManager, tokens: list[int]):
     return node
 
 
+@pytest.mark.parametrize("number_of_bases", [1, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_thicket_is_a_trie_with_a_slot_for_each_living_token(seed):
+def test_a_thicket_is_a_trie_with_a_slot_for_each_living_token(seed, number_of_bases):
     draw_number = random.Random(seed)
     kv = KVManager(Forest(), make_pool("paged", 4096, draw_number.choice([1, 16])))
-    bases = [computed_node(kv, [number + 1] * draw_number.randrange(1, 20)) for number in range(3)]
+    bases = [computed_node(kv, [number + 1] * draw_number.randrange(1, 20)) for number in range(number_of_bases)]
     free = kv.pool.num_free
     thicket = Thicket(kv, None, bases, [0.0] * len(bases))
     tries = [Trie(None, -1) for _ in bases]
@@ -87,20 +90,21 @@ def test_a_thicket_is_a_trie_with_a_slot_for_each_living_token(seed):
             stack.extend(trie.children)
         assert len(slots) == living
 
-        shape = thicket.shape(thicket.rows)
-        ends_of_nodes = np.cumsum(shape.length)
-        slot_of = dict(zip(thicket.rows.tolist(), thicket.slot[thicket.rows].tolist(), strict=True))
+        batch = Batch()
+        batch.add_thicket(thicket, len(rows))
+        spec, spec_slots = batch.tree_spec(kv)
+        assert (spec.below is None) == (len(set(thicket.base[thicket.standing])) > 1)
+        plan = plan_tree(spec, "deft:flatten", slots=spec_slots, num_heads=1, num_kv_heads=1, head_dim=8)
+        seen = [[] for _ in rows]
+        for number, (low, high, start, stop, *_) in enumerate(plan.items.tolist()):
+            for row, sees in zip(plan.row_order[low:high], plan.visible(number), strict=True):
+                seen[row] += plan.kv_slots[start:stop][sees].tolist()
         for row, entry in enumerate(thicket.rows.tolist()):
-            seen, node = [], int(shape.row_node[row])
-            while node >= 0:
-                seen = shape.slots[ends_of_nodes[node] - shape.length[node] : ends_of_nodes[node]].tolist() + seen
-                node = int(shape.parent[node])
-            assert -1 - node == thicket.base[entry]
-            expected = []
+            expected = kv.slots(bases[thicket.base[entry]]).tolist()
             while entry >= len(bases):
-                expected.insert(0, int(thicket.slot[entry]))
+                expected.append(int(thicket.slot[entry]))
                 entry = int(thicket.parent[entry])
-            assert seen == expected and slot_of[int(thicket.rows[row])] == expected[-1]
+            assert sorted(seen[row]) == sorted(expected) and -1 not in expected
         thicket.take(len(rows))
         kv.check_integrity()
     thicket.give_back(thicket.standing)

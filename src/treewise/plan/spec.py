@@ -92,7 +92,7 @@ class TreeSpec:
         held = np.bincount(above, weights=below + 1, minlength=self.num_nodes)[:-1]
         ends = np.append(nodes + below, self.num_nodes - 1)
         right = (below == held) & (ends[:-1] <= ends[above])
-        check("below", below, right, "be the nodes below, all of which follow at once")
+        check("below", below, right, "count the nodes below, and nodes must come depth first")
 
 
 def integers(name: str, values: npt.ArrayLike, count: int | None = None, what: str = "") -> npt.NDArray[np.int64]:
