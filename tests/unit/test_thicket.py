@@ -124,6 +124,17 @@ def test_a_thicket_that_finds_no_slots_is_as_it_was():
     assert len(set(thicket.slot[thicket.rows].tolist())) == 2
 
 
+def test_a_thicket_of_which_nothing_goes_on_has_no_slots():
+    kv = KVManager(Forest(), make_pool("paged", 64, 1))
+    thicket = Thicket(kv, None, [computed_node(kv, [1, 2, 3])], [0.0])
+    for step, parents in ((1, [0, 0]), (2, [0, 0, 1]), (3, [])):
+        thicket.add(np.array(parents, np.int64), np.arange(len(parents)), np.zeros(len(parents)), step)
+        thicket.reserve()
+    assert thicket.done and not len(thicket.standing)
+    assert thicket.died[: thicket.size].tolist() == [3] * 6
+    assert (thicket.slot[1 : thicket.size] == -1).all()
+
+
 class Looking:
     """A controller that looks at every leaf, whatever the one inside does."""
 
