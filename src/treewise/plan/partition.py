@@ -241,12 +241,12 @@ class _Runs(NamedTuple):
 
     mixed: npt.NDArray[np.bool_]  # whether its nodes may have different readers
     start: Ints
-    end: Ints
+    end: Ints  # key tokens [start, end)
     least: Ints
-    most: Ints  # ends of its nodes' readers
+    most: Ints  # where the readers of its nodes end, at least and at most
     root: Ints
     first: Ints
-    last: Ints  # the tiles that read it
+    last: Ints  # the tiles [first, last) that read it
 
 
 def _runs(layout: Layout, tiled: _Tiles, own: npt.NDArray[np.bool_]) -> _Runs:
@@ -304,11 +304,11 @@ def _paths(
     part_start = start[segment] + part - offset[segment]
     part_end = part_start + np.append(part[1:], offset[-1]) - part
     row_low, least, most = bounds[tile[segment]], runs.least[run[segment]], runs.most[run[segment]]
+    # What is but a part of several nodes may end elsewhere.
     torn = np.flatnonzero(runs.mixed[run[segment]] & (part_end - part_start < (end - start)[segment]))
+    nodes = np.searchsorted(layout.node_start, np.stack((part_start[torn], part_end[torn] - 1), axis=1), "right") - 1
     for ends, combine in ((least, np.minimum), (most, np.maximum)):
-        final = part_end[torn] - 1
-        inside = np.stack((part_start[torn], final), axis=1).ravel()
-        ends[torn] = combine(combine.reduceat(layout.kv_high, inside)[::2], layout.kv_high[final])
+        ends[torn] = combine(combine.reduceat(layout.node_high, nodes.ravel())[::2], layout.node_high[nodes[:, 1]])
     item_low = np.maximum(row_low[head], np.minimum.reduceat(layout.kv_low[part_start], head))
     item_high = np.minimum(bounds[tile[segment[head]] + 1], np.maximum.reduceat(most, head))
     item = np.repeat(np.arange(len(head)), np.append(head[1:], len(part)) - head)
