@@ -22,7 +22,7 @@ from treewise.plan.data import ENTRY, FREE_END, IO, KV_START, Plan, merges, uplo
 from treewise.plan.devices import default_backend
 from treewise.plan.growth import find_open, with_room
 from treewise.plan.layout import lay_out, unpack
-from treewise.plan.spec import TreeSpec, check, integers
+from treewise.plan.spec import TreeSpec, check, whole_numbers
 
 __all__ = ["IO", "METHODS", "Plan", "TreeSpec", "plan_tree"]
 
@@ -126,10 +126,10 @@ def plan_tree(
             f"open_tokens is {open_tokens}; it must be at least 0, and needs a method with mask='intervals', "
             "no room and no window"
         )
-    slot = np.arange(tree.num_tokens, dtype=np.int32)
-    num_slots = tree.num_tokens
-    if slots is not None:
-        given = integers("slots", slots, tree.num_tokens, "one a token, nodes in order")
+    if slots is None:
+        slot, num_slots = np.arange(tree.num_tokens, dtype=np.int32), tree.num_tokens
+    else:
+        given = whole_numbers("slots", slots, tree.num_tokens, "one a token, nodes in order")
         num_slots = int(given.max(initial=-1)) + 1
         if given.min(initial=0) < -open_tokens or num_slots > 2**31:
             check("slots", given, (given >= -open_tokens) & (given < 2**31), f"be {-open_tokens} to 2147483647")

@@ -50,6 +50,6 @@ def find_open(kv_slots: Ints, num_open: int) -> tuple[Ints, Ints, Ints]:
     hidden : [key tokens]
         The same in ascending order.
     """
-    hidden = np.flatnonzero(kv_slots < 0)
+    hidden = np.flatnonzero(kv_slots < 0) if num_open else np.zeros(0, np.int64)
     number = -1 - kv_slots[hidden].astype(np.int64)
     return indptr(np.bincount(number, minlength=num_open)), hidden[stable_order(number, num_open)], hidden

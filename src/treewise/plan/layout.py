@@ -66,8 +66,7 @@ def lay_out(tree: TreeSpec, slots: Ints, window: int | None) -> Layout:
     used = np.where(high > low, length, 0)
     start = np.cumsum(used) - used  # of each node, in the depth-first token order
     kept = np.flatnonzero(used)
-    tokens = used[kept]
-    source = ranges(first[kept], first[kept] + tokens)  # the caller's number of each key token
+    tokens, begin = used[kept], first[kept]
     row_end = start[row_node] + row_offset + 1
     kv_readers = np.repeat(pack(low[kept], high[kept]), tokens)
     kv_position = np.zeros(0, np.int64)
@@ -75,9 +74,10 @@ def lay_out(tree: TreeSpec, slots: Ints, window: int | None) -> Layout:
     if (row_offset + 1 < length[row_node]).any():
         # Rows sit in token order, so a token's first reader is the number of rows before it.
         kv_low, kv_high = unpack(kv_readers)
-        kv_low[:] = np.cumsum(np.bincount(row_end, minlength=len(source) + 1)[: len(source)])
+        kv_low[:] = np.cumsum(np.bincount(row_end, minlength=len(kv_low) + 1)[: len(kv_low)])
         needed = kv_low < kv_high
     if window is not None:
+        source = ranges(begin, begin + tokens)  # the caller's number of each key token
         kv_position = source - np.repeat((first - depth + length)[kept], tokens)
         if tree.position is not None:
             kv_position = tree.position[source]
@@ -85,12 +85,12 @@ def lay_out(tree: TreeSpec, slots: Ints, window: int | None) -> Layout:
         kv_low, kv_high = unpack(kv_readers[needed])
         needed[needed] = kv_position[needed] > range_min(row_position, kv_low, kv_high) - window
         kv_position = kv_position[needed]
+    kv_slots = _take(slots, begin, begin + tokens)
     if needed is not None and not needed.all():
-        source, kv_readers, row_end = source[needed], kv_readers[needed], indptr(needed)[row_end]
+        kv_slots, kv_readers, row_end = kv_slots[needed], kv_readers[needed], indptr(needed)[row_end]
         used = np.bincount(np.repeat(kept, tokens)[needed], minlength=tree.num_nodes)
         kept = kept[used[kept] > 0]
         tokens = used[kept]
-    kv_slots = slots.take(source)
     ends = np.cumsum(tokens)
     root = np.cumsum(parent < 0)[kept] - 1
     return Layout(
@@ -205,14 +205,19 @@ def ranges(start: Ints, end: Ints) -> Ints:
     """Concatenate arange(start[i], end[i]) for all i, none reversed."""
     if not (some := end > start).all():
         start, end = start[some], end[some]
-    if (start[1:] == end[:-1]).all():
-        return np.arange(start[0], end[-1]) if len(start) else np.zeros(0, np.int64)
     ends = np.cumsum(end - start)
     # Differences to the number before, summed in place: page faults of large intermediate arrays would cost more.
     numbers = np.ones(ends[-1] if len(ends) else 0, np.int64)
     numbers[:1] = start[:1]
     numbers[ends[:-1]] += start[1:] - end[:-1]
     return np.cumsum(numbers, out=numbers)
+
+
+def _take(values: Ints, start: Ints, end: Ints) -> Ints:
+    """Concatenate values[start[i]:end[i]] for all i, none reversed; a view where they follow each other."""
+    if len(start) and (start[1:] == end[:-1]).all():
+        return values[start[0] : end[-1]]
+    return values.take(ranges(start, end))
 
 
 def stable_order(keys: Ints, end: int) -> Ints:

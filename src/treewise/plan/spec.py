@@ -97,6 +97,11 @@ class TreeSpec:
 
 def integers(name: str, values: npt.ArrayLike, count: int | None = None, what: str = "") -> npt.NDArray[np.int64]:
     """Read a flat list of whole numbers, `count` of them."""
+    return whole_numbers(name, values, count, what).astype(np.int64, copy=False)
+
+
+def whole_numbers(name: str, values: npt.ArrayLike, count: int | None = None, what: str = "") -> Ints:
+    """Read a flat list of whole numbers, `count` of them, of whatever type they are."""
     array = np.asarray(values)
     if array.size == 0:
         array = array.astype(np.int64)
@@ -104,7 +109,7 @@ def integers(name: str, values: npt.ArrayLike, count: int | None = None, what: s
         raise ValueError(f"{name} must be a flat list of whole numbers, not {array.dtype} of shape {array.shape}")
     if count is not None and len(array) != count:
         raise ValueError(f"{name} must hold {count} entries, {what}; it holds {len(array)}")
-    return array.astype(np.int64, copy=False)
+    return array
 
 
 def check(name: str, values: Ints, right: npt.NDArray[np.bool_], rule: str) -> None:
