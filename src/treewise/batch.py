@@ -313,8 +313,10 @@ class Batch:
             offsets.append(shape.length[shape.row_node] - 1)
             num_nodes += len(shape.parent)
         below = None
-        if len(bases) == 1 and list(place) == kv.forest.path(bases[0]):  # all is one path, and one growth below it
-            below = np.concatenate([num_nodes - 1 - np.arange(len(place)), *(shape.below for _, shape in shapes)])
+        if len(shapes) == len(bases) == 1 and list(place) == kv.forest.path(bases[0]):  # one path, and all else below
+            [(_, shape)] = shapes
+            if shape.below is not None:
+                below = np.concatenate([num_nodes - 1 - np.arange(len(place)), shape.below])
         spec = TreeSpec(
             parent=np.concatenate(parents),
             length=np.concatenate([np.array(lengths, np.int64), *(shape.length for _, shape in shapes)]),

@@ -41,20 +41,20 @@ class Shape(NamedTuple):
     ----------
     parent : int64 [nodes]
         An earlier node, or ``-1 - base``.
-    below : int64 [nodes]
-        How many nodes stand below each, right behind it: nodes come depth first.
     length : int64 [nodes]
     slots : int64 [tokens]
         Nodes in order.
     row_node : int64 [rows]
         Each row is the last token of its node.
+    below : int64 [nodes] or None
+        Where nodes come depth first, how many stand below each, right behind it.
     """
 
     parent: Ints
-    below: Ints
     length: Ints
     slots: Ints
     row_node: Ints
+    below: Ints | None = None
 
 
 class Thicket:
@@ -196,7 +196,7 @@ class Thicket:
         slots = self.slot[self.standing]
         if not (has_slot := slots >= 0).all():
             slots, length = slots[has_slot], np.add.reduceat(has_slot, ends - length)
-        return Shape(parent, begun[high - 1] - number - 1, length, slots, self._place[rows].astype(np.int64))
+        return Shape(parent, length, slots, self._place[rows].astype(np.int64), begun[high - 1] - number - 1)
 
     def lines(self) -> Lines:
         """Tell which entries are of one branch."""

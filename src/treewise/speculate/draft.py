@@ -59,7 +59,7 @@ class Draft:
 
     def shape(self, rows: Ints) -> Shape:
         """Return the guesses as nodes of one token each."""
-        return Shape(self.tree.parents.copy(), self.below - 1, np.ones(len(self.tree), np.int64), self.slot, rows)
+        return Shape(self.tree.parents.copy(), np.ones(len(self.tree), np.int64), self.slot, rows)
 
     def sampling_rows(self, nodes: Iterable[int]) -> list[SamplingRow]:
         """Return how the token behind each of `nodes` is chosen."""
