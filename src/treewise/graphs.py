@@ -12,8 +12,9 @@ from treewise.attention import Plan
 
 Plans = Mapping[int | None, Plan]
 """The plan of each sliding window that the model's layers have; ``None`` is full attention."""
-Compute = Callable[[Tensor, Tensor, Tensor, Plans], Tensor]
-"""A forward: tokens, positions and slots of the rows, each int64 [rows], and plans; gives a tensor [rows, hidden]."""
+Compute = Callable[..., Tensor]
+"""A forward: tokens, positions, slots and perhaps more of the rows, each int64 [rows], and plans; gives a tensor
+[rows, hidden]."""
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 """Runs a function, and returns what runs it again and the tensor that its results then are in."""
 
@@ -26,13 +27,17 @@ class StepGraph:
     compute : Compute
     capture : Capture
     rows : int
+    num_inputs : int
+        What `compute` takes of each row.
     plans : Plans
         What there has to be room for; a quarter more is left.
     spare_slot : int
         Where rows beyond those of a step store their keys.
     """
 
-    def __init__(self, compute: Compute, capture: Capture, rows: int, plans: Plans, spare_slot: int) -> None:
+    def __init__(
+        self, compute: Compute, capture: Capture, rows: int, num_inputs: int, plans: Plans, spare_slot: int
+    ) -> None:
         # Imported here because Triton is not there on every machine.
         from treewise.attention.buffers import PlanBuffers
 
@@ -40,12 +45,11 @@ class StepGraph:
         self.spare_slot = spare_slot
         self._plans = plans
         device = next(iter(plans.values())).device
-        self._inputs = torch.zeros((3, rows), dtype=torch.int64, device=device)
+        self._inputs = torch.zeros((num_inputs, rows), dtype=torch.int64, device=device)
         self._inputs[2] = spare_slot
         self._buffers = {window: PlanBuffers(plan, rows) for window, plan in plans.items()}
         fixed = {window: buffers.plan for window, buffers in self._buffers.items()}
-        tokens, positions, slots = self._inputs
-        self._replay, self._hidden = capture(lambda: compute(tokens, positions, slots, fixed))
+        self._replay, self._hidden = capture(lambda: compute(*self._inputs, fixed))
 
     def fits(self, plans: Plans) -> bool:
         """Whether the graph can run these plans."""
@@ -56,8 +60,8 @@ class StepGraph:
 
         Parameters
         ----------
-        inputs : Tensor [3, rows], int64
-            Tokens, positions and slots.
+        inputs : Tensor [inputs, rows], int64
+            Tokens, positions, slots and what else `compute` takes.
         plans : Plans
             Those of the last run may have grown; others must fit.
 
@@ -113,16 +117,16 @@ class GraphCache:
 
     def run(self, inputs: Tensor, plans: Plans) -> Tensor | None:
         """Run a step of decoding by a graph; see `StepGraph.run`. None if there is none for it, yet or ever."""
-        rows = inputs.shape[1]
+        num_inputs, rows = inputs.shape
         if rows > self.max_rows or any(plan.mask != "intervals" for plan in plans.values()):
             return None
-        graph = self._find(padded(rows), plans)
+        graph = self._find(padded(rows), num_inputs, plans)
         if graph is None:
             return None
         self.num_replays += 1
         return graph.run(inputs, plans)
 
-    def _find(self, rows: int, plans: Plans) -> StepGraph | None:
+    def _find(self, rows: int, num_inputs: int, plans: Plans) -> StepGraph | None:
         for number in reversed(range(len(self._graphs))):
             graph = self._graphs[number]
             if graph.rows == rows and (graph._plans is plans or graph.fits(plans)):
@@ -136,7 +140,7 @@ class GraphCache:
         if len(self._graphs) == self.max_graphs:
             del self._graphs[0]
         self.num_captures += 1
-        self._graphs.append(StepGraph(self.compute, self._capture, rows, plans, self.spare_slot))
+        self._graphs.append(StepGraph(self.compute, self._capture, rows, num_inputs, plans, self.spare_slot))
         return self._graphs[-1]
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -34,6 +34,21 @@ class Move(Copy):
 
     source_there: Tensor
     target_there: Tensor
+
+
+class Tap(NamedTuple):
+    """Takes what enters some of the model's layers, within every forward.
+
+    Attributes
+    ----------
+    layers : tuple of int
+    take : callable
+        Called with the slots of all rows, int64 [rows], and the states side by side [rows, layers * hidden], both on
+        the device. Captured steps do again what it did when they were captured, so it does not wait for the device.
+    """
+
+    layers: tuple[int, ...]
+    take: Callable[[Tensor, Tensor], None]
 
 
 class Runner:
@@ -70,6 +85,8 @@ class Runner:
     watchers : list of callable
         Called in every forward with the slots of all rows and the hidden states [rows, hidden] behind the last norm,
         which the next forward overwrites.
+    taps : list of Tap
+        To be added to before the first step.
     """
 
     def __init__(
@@ -94,6 +111,7 @@ class Runner:
         self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
         self.followers: list[Callable[[Move], None]] = [self.copy]
         self.watchers: list[Callable[[Ints, Tensor], None]] = []
+        self.taps: list[Tap] = []
         self._refuse_unsupported()
         is_gpu = self.device.type == "cuda"
         if cuda_graphs and not is_gpu:
@@ -242,7 +260,12 @@ class Runner:
             q = rotate_and_store(heads, k, v, slots)
             return cast(Tensor, run_plan(plans[windows[layer]], q, k, v, scale=scale, soft_cap=soft_cap))
 
-        return cast(Tensor, self.model(tokens, positions, attend, wanted))
+        inner: dict[int, Tensor] = {}
+        see = {layer: partial(inner.__setitem__, layer) for tap in self.taps for layer in tap.layers}
+        hidden = cast(Tensor, self.model(tokens, positions, attend, wanted, see))
+        for tap in self.taps:
+            tap.take(slots, torch.cat([inner[layer] for layer in tap.layers], dim=-1))
+        return hidden
 
     def _plan(self, spec: TreeSpec, slots: Slots | None, open_tokens: int = 0, *, room: int) -> Plans:
         config = self.model.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,14 @@ class CausalLM(nn.Module):
         if self.config.tie_embeddings:
             self.packed_table = pack(self.embedding.weight.detach())
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        see: Mapping[int, Callable[[Tensor], None]] | None = None,
+    ) -> Tensor:
         """Compute rows of any number of sequences, up to what the output head takes; see `logits`.
 
         Parameters
@@ -108,6 +115,8 @@ class CausalLM(nn.Module):
             forward can be captured in a CUDA graph once one like it has run.
         wanted : Tensor, optional
             ``[m]`` int64 indices of the rows that are wanted; default all of them.
+        see : mapping of int to callable, optional
+            For some layers, what is called with the residual stream of all rows ``[rows, hidden]`` that enters them.
 
         Returns
         -------
@@ -119,7 +128,9 @@ class CausalLM(nn.Module):
             x = x * _rounded(self.config.embedding_scale, x.dtype)
         angles = [rope(positions, x.dtype) for rope in self.ropes]
         residual: Tensor | None = None
-        for layer, rope in zip(self.layers, self.layer_ropes, strict=True):
+        for number, (layer, rope) in enumerate(zip(self.layers, self.layer_ropes, strict=True)):
+            if see and number in see:
+                see[number](x if residual is None else x + residual)
             x, residual = layer(x, residual, angles[rope], attend)
         if wanted is not None:
             x = x.index_select(-2, wanted)

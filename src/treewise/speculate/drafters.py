@@ -10,7 +10,8 @@ from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.runner import Runner
 from treewise.sizing import bytes_per_token
 from treewise.speculate.drafter import Drafter
-from treewise.speculate.eagle import EagleDrafter, load_eagle
+from treewise.speculate.eagle import EagleDrafter
+from treewise.speculate.eagle_heads import load_eagle
 from treewise.speculate.medusa import MedusaDrafter, load_heads
 from treewise.speculate.model import ModelDrafter
 from treewise.speculate.ngram import NgramDrafter

@@ -1,154 +1,54 @@
-"""EAGLE: one decoder layer guesses the model's next hidden state, whose token the model's own output head names."""
+"""EAGLE: one decoder layer guesses the model's states, level by level of the trees; from them follow tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from treewise.attention import TreeSpec, plan_tree, run_plan
 from treewise.batch import Batch
-from treewise.config import ModelConfig
+from treewise.graphs import GraphCache, Plans
 from treewise.kv import Copy, KVManager, Slots
-from treewise.layers import Attend, Attention, Embedding, GatedMLP, Linear, RMSNorm, Rotary
-from treewise.models import CausalLM, read_config
-from treewise.models.decoder import PARTS
-from treewise.models.tokenizer import read_json
+from treewise.layers import Linear
 from treewise.ops import Heads, rotate_and_store
 from treewise.plan.data import upload
 from treewise.runner import Runner
 from treewise.speculate.drafter import Stem, Step
-from treewise.speculate.features import Features
+from treewise.speculate.eagle_heads import EagleHead
 from treewise.speculate.sprouts import Sprout, grow, lacking
-from treewise.speculate.tensor_files import read_tensors
-from treewise.speculate.trees import EMPTY, TokenTree
-
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Files of heads, the first found counts."""
-_EMBEDDING = "embed_tokens.weight"
+from treewise.speculate.trees import EMPTY, Ints, TokenTree
 
 
-class EagleHead(nn.Module):
-    """A decoder layer over a token and the hidden state of the token before, joined; it has no norm in front.
+class _Sprout(Sprout):
+    """A tree that knows the slot of the token that it stands behind."""
 
-    Parameters
-    ----------
-    config : ModelConfig
-        Of one layer.
-    embedding : Embedding
-    fc_bias : bool
-        Whether the map that joins both has a bias.
+    def __init__(self, stem: Stem, place: int, slot: int) -> None:
+        super().__init__(stem, place)
+        self.slot = slot
 
-    Notes
-    -----
-    Li et al., *EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty*, 2024.
-    """
-
-    def __init__(self, config: ModelConfig, embedding: Embedding, fc_bias: bool) -> None:
-        super().__init__()
-        self.config = config
-        self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=fc_bias)
-        self.attention = Attention(config, 0)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
-        self.mlp = GatedMLP(config)
-        self.rope = Rotary(config.layer_ropes[0])
-        self.embedding = embedding
-
-    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Guess the hidden state of each row.
-
-        Parameters
-        ----------
-        tokens : Tensor [rows], int64
-        states : Tensor [rows, hidden]
-            Of the token before each, behind the model's last norm; or a guess of it.
-        positions : Tensor [rows], int64
-            Of the tokens before.
-        attend : Attend
-
-        Returns
-        -------
-        Tensor [rows, hidden]
-            As it would be behind the model's last norm.
-        """
-        x = self.fc(torch.cat([self.embedding(tokens), states], dim=-1))
-        seen = self.attention(x, self.rope(positions, x.dtype), attend)
-        normed, stream = self.mlp_norm.add(seen, x)
-        guessed: Tensor = self.mlp(normed) + stream
-        return guessed
-
-
-def load_eagle(folder: Path, model: CausalLM) -> EagleHead:
-    """Read a head for a model from a folder in the published format of EAGLE-1.
-
-    It holds ``config.json``, that of a model with one layer, and ``model.safetensors`` or ``pytorch_model.bin`` with
-    the tensors ``fc.weight``, perhaps ``fc.bias``, ``layers.0.self_attn.*``, ``layers.0.mlp.*``,
-    ``layers.0.post_attention_layernorm.weight`` and perhaps ``embed_tokens.weight``; without the last, the head shares
-    the model's embedding.
-
-    Raises
-    ------
-    FileNotFoundError
-        If a file is missing.
-    ValueError
-        If a file is damaged, lacks something, or the head does not fit the model.
-    """
-    raw = read_json(folder / "config.json")
-    if not raw:
-        raise FileNotFoundError(f"speculate: {folder} has no config.json: it is not a folder of an EAGLE head")
-    config = read_config(raw)
-    theirs = {name: getattr(config, name) for name in ("hidden_size", "vocab_size")}
-    for name, own in theirs.items():
-        if own != (wanted := getattr(model.config, name)):
-            raise ValueError(f"speculate: {folder / 'config.json'}: {name} is {own}, that of the model {wanted}")
-    if config.num_layers != 1 or config.sandwich_norms:
-        raise ValueError(f"speculate: {folder / 'config.json'}: a head has one layer, with norms as in Llama")
-    tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(folder, WEIGHTS).items()}
-    if any(name.startswith("midlayer.") for name in tensors):
-        raise ValueError(
-            f"speculate: {folder} is a head of EAGLE-3 (it has tensors midlayer.*), which reads states of inner "
-            "layers; only heads of EAGLE-1 can be used"
-        )
-    embedding = model.embedding
-    if _EMBEDDING in tensors:
-        with torch.device("meta"):
-            embedding = Embedding(config.vocab_size, config.hidden_size)
-    with torch.device("meta"):
-        head = EagleHead(config, embedding, "fc.bias" in tensors)
-    used = set()
-    for name, parameter in list(head.named_parameters()):
-        if not parameter.is_meta:
-            continue
-        module, _, kind = name.rpartition(".")
-        prefix = "" if module in ("fc", "embedding") else "layers.0."
-        sources = [f"{prefix}{source}.{kind}" for source in PARTS.get(module, (module,))]
-        if missing := [source for source in sources if source not in tensors]:
-            raise ValueError(f"speculate: {folder}: the tensor {missing[0]} is missing")
-        weight = torch.cat([tensors[source] for source in sources])
-        if weight.shape != parameter.shape:
-            raise ValueError(
-                f"speculate: {folder}: {' and '.join(sources)} have shape {tuple(weight.shape)}, "
-                f"config.json implies {tuple(parameter.shape)}"
-            )
-        setattr(head.get_submodule(module), kind, nn.Parameter(weight.to(model.device, model.dtype), False))
-        used.update(sources)
-    unused = sorted(name for name in tensors if name not in used and not name.endswith("inv_freq"))
-    if unused:
-        raise ValueError(f"speculate: {folder}: a head of EAGLE-1 has no {', '.join(unused[:5])}")
-    head.rope.to(model.device)
-    return head.eval()
+    def above_newest(self) -> list[int]:
+        """Return the slot of the token before each of the newest nodes."""
+        parents = [self.parents[node] for node in self.newest]
+        return [self.slot if above < 0 else self.slots[above] for above in parents]
 
 
 class EagleDrafter:
     """Lets an EAGLE head go on, a level of the trees a forward.
 
     The head's own key and value of a token lie under the slot that the engine has for the token; they follow from the
-    token and the hidden state of the one before. The first token of a path has none. The keys of guesses are made with
-    guessed states, and are made again with the model's own once a guess was right.
+    token and the state of the one before. The first token of a path has none. States lie under slots as well. Those of
+    tokens that the model has not read are guesses, which its own take the place of when it reads them; keys of guesses
+    were made with guessed states, and are made again once a guess was right.
+
+    Attributes
+    ----------
+    graphs : GraphCache or None
+        Captured forwards of the head, where the engine has captured ones.
     """
 
     wants_hidden = False
@@ -163,7 +63,8 @@ class EagleDrafter:
         self.max_num_rows = max_num_rows
         shape = (engine.k.shape[1], config.num_kv_heads, config.head_dim)
         self.k, self.v = torch.zeros(2, *shape, dtype=engine.dtype, device=engine.device)
-        self.features = Features(engine)
+        self.features = head.watch(engine)
+        self.graphs = None if engine.graphs is None else GraphCache(self._compute, spare_slot=0)
         self._made = np.zeros(shape[0], bool)  # whether a slot has keys of the head, for what the model has put there
         engine.watchers.append(self._forget)
         engine.followers.append(self._follow)
@@ -171,32 +72,78 @@ class EagleDrafter:
     @torch.inference_mode()
     def draft(self, stems: Sequence[Stem], size: int, step: Step) -> list[TokenTree]:
         """See `Drafter.draft`."""
-        self.engine.move(step.kv)
-        batch, sources, sprouts = Batch(), [], []
+        kv = step.kv
+        self.engine.move(kv)
+        batch, before, sprouts, unread = Batch(), [], [], []
         for stem in stems:
-            slots = step.path_slots(stem)
-            if len(slots) < 2 or self._verified(stem, step.kv) < len(slots) - 1:
+            slots, verified = step.path_slots(stem), self._verified(stem, kv)
+            if len(slots) < 2 or verified < len(slots) - 1:
                 continue
             # The last row is wanted anyhow, and is made again when the model has read its token.
             lacks = 1 + np.flatnonzero(~self._made[slots[1:]])[:1]
             added, row = lacking(batch, stem, min([len(slots) - 1, *lacks.tolist()]), step, self.max_num_rows)
-            sources += [slots[start - 1 : end - 1] for start, end in added]
+            before += [slots[start - 1 : end - 1] for start, end in added]
             if row is not None:
-                sprouts.append(Sprout(stem, batch.want_logits(row)))
+                sprouts.append(_Sprout(stem, batch.want_logits(row), int(slots[-1])))
+                unread.append(kv.pool.scratch_slot if verified == len(slots) else int(slots[-1]))
         if batch.num_rows:
-            states = self.features.states[self.features.place(np.concatenate(sources))]
-            guessed = self.guess(batch, step.kv, states)
-            self._made[batch.store_slots(step.kv)] = True
-            newest = guessed[self.features.place(np.array([batch.logit_rows[sprout.place] for sprout in sprouts]))]
-            logits = self.engine.model.logits(newest)
-            grow(sprouts, logits, batch, step, _Levels(self, step.kv, newest, sprouts).forward)
+            guessed = self.guess(batch, kv, np.concatenate(before))
+            self._made[batch.store_slots(kv)] = True
+            rows = [batch.logit_rows[sprout.place] for sprout in sprouts]
+            logits = self._keep(guessed[self.features.place(np.array(rows))], np.array(unread))
+            grow(sprouts, logits, batch, step, partial(self._level, kv))
         trees = {sprout.stem: sprout.tree() for sprout in sprouts}
         return [trees.get(stem, EMPTY) for stem in stems]
 
-    def guess(self, batch: Batch, kv: KVManager, states: Tensor) -> Tensor:
-        """Guess the states of the tokens of a batch, each from the state of the token before; store their keys."""
+    def guess(self, batch: Batch, kv: KVManager, before: Ints) -> Tensor:
+        """Guess the states of the tokens of a batch, and store their keys.
+
+        Parameters
+        ----------
+        batch : Batch
+        kv : KVManager
+        before : int64 [rows]
+            The slot of the token before each.
+
+        Returns
+        -------
+        Tensor [rows, hidden]
+            Which the next call overwrites.
+        """
+        plans = self._plan(batch, kv)
+        known = np.stack((batch.tokens(), batch.positions() - 1, batch.store_slots(kv), before))
+        rows = upload({"rows": known}, self.engine.device)["rows"]
+        guessed = self.graphs.run(rows, plans) if self.graphs is not None and batch.is_decoding else None
+        if guessed is None:
+            tokens, positions, slots, last = rows
+            guessed = self._compute(tokens, positions, slots, last, plans)
+        return guessed
+
+    def _level(self, kv: KVManager, batch: Batch, sprouts: Sequence[_Sprout]) -> Tensor:
+        """Go on behind the newest nodes of trees: return the logits behind them."""
+        before = np.array([slot for sprout in sprouts for slot in sprout.above_newest()], np.int64)
+        return self._keep(self.guess(batch, kv, before), batch.store_slots(kv))
+
+    def _keep(self, guessed: Tensor, slots: Ints) -> Tensor:
+        """Keep guessed states under slots, for the next level; return the logits that follow from them."""
+        self.features.put(self.features.place(slots), guessed)
+        return self.head.logits(guessed)
+
+    def _compute(self, tokens: Tensor, positions: Tensor, slots: Tensor, before: Tensor, plans: Plans) -> Tensor:
+        """Return the states [rows, hidden] that the head guesses, each from that of the token before."""
+        config = self.head.config
+
+        def attend(layer: int, heads: Heads) -> Tensor:
+            q = rotate_and_store(heads, self.k, self.v, slots)
+            plan = plans[config.layer_windows[layer]]
+            return cast(Tensor, run_plan(plan, q, self.k, self.v, scale=config.attention_scale))
+
+        return cast(Tensor, self.head(tokens, self.features.states[before], positions, attend))
+
+    def _plan(self, batch: Batch, kv: KVManager) -> Plans:
         config, engine = self.head.config, self.engine
         spec, slots = _without_first_tokens(*batch.tree_spec(kv))
+        [window] = config.layer_windows
         plan = plan_tree(
             spec,
             engine.attention,
@@ -207,16 +154,9 @@ class EagleDrafter:
             page_size=engine.page_size,
             dtype=engine.dtype,
             device=engine.device,
-            window=config.layer_windows[0],
+            window=window,
         )
-        known = np.stack((batch.tokens(), batch.positions() - 1, batch.store_slots(kv)))
-        tokens, positions, places = upload({"rows": known}, engine.device)["rows"]
-
-        def attend(layer: int, heads: Heads) -> Tensor:
-            q = rotate_and_store(heads, self.k, self.v, places)
-            return cast(Tensor, run_plan(plan, q, self.k, self.v, scale=config.attention_scale))
-
-        return cast(Tensor, self.head(tokens, states, positions, attend))
+        return {window: plan}
 
     @staticmethod
     def _verified(stem: Stem, kv: KVManager) -> int:
@@ -232,24 +172,6 @@ class EagleDrafter:
         source, target = self.features.place(copy.source), self.features.place(copy.target)
         for pool in (self.k, self.v):
             pool[target] = pool[source]
-
-
-class _Levels:
-    """The states that a head has guessed behind the newest nodes of trees, level by level."""
-
-    def __init__(self, drafter: EagleDrafter, kv: KVManager, states: Tensor, sprouts: Sequence[Sprout]) -> None:
-        self.drafter = drafter
-        self.kv = kv
-        self.states = states
-        self.first = {sprout: row for row, sprout in enumerate(sprouts)}  # in the states
-
-    def forward(self, batch: Batch, sprouts: Sequence[Sprout]) -> Tensor:
-        """Go on behind the newest nodes: return the logits behind them."""
-        above = [self.first[s] + s.above.index(s.parents[node]) for s in sprouts for node in s.newest]
-        self.states = self.drafter.guess(batch, self.kv, self.states[self.drafter.features.place(np.array(above))])
-        begins = np.cumsum([0, *(len(sprout.newest) for sprout in sprouts)])
-        self.first = dict(zip(sprouts, begins.tolist(), strict=False))
-        return self.drafter.engine.model.logits(self.states)
 
 
 def _without_first_tokens(spec: TreeSpec, slots: Slots) -> tuple[TreeSpec, Slots]:

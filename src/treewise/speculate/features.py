@@ -1,6 +1,8 @@
-"""The model's last hidden states, kept under the slots of the tokens that they are of."""
+"""The model's hidden states, kept under the slots of the tokens that they are of."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -8,12 +10,12 @@ from torch import Tensor
 
 from treewise.kv import Copy, Slots
 from treewise.plan.data import upload
-from treewise.runner import Runner
+from treewise.runner import Runner, Tap
 from treewise.speculate.trees import Ints
 
 
-class Features:
-    """Hidden states behind the last norm, one under each slot whose key the model has computed.
+class SlotStates:
+    """A row of numbers under each slot.
 
     Whatever moves keys moves them too, so forks, preempted branches and cached prefixes need no care: where a key is
     right, so is the state.
@@ -21,29 +23,28 @@ class Features:
     Parameters
     ----------
     engine : Runner
-        Whose forwards are watched from now on.
+        Whose slots they are.
+    size : int
+        Numbers of a row.
 
     Attributes
     ----------
-    states : Tensor [slots, hidden size]
+    states : Tensor [slots, size]
     """
 
-    def __init__(self, engine: Runner) -> None:
+    def __init__(self, engine: Runner, size: int) -> None:
         self.device = engine.device
-        shape = (engine.k.shape[1], engine.model.config.hidden_size)
-        self.states = torch.zeros(shape, dtype=engine.dtype, device=self.device)
+        self.states = torch.zeros((engine.k.shape[1], size), dtype=engine.dtype, device=self.device)
         self.engine = engine
-        engine.watchers.append(self.see)
         engine.followers.append(self.copy)
 
     def end(self) -> None:
-        """Watch no more."""
-        self.engine.watchers.remove(self.see)
+        """Follow no more."""
         self.engine.followers.remove(self.copy)
 
-    def see(self, slots: Slots, hidden: Tensor) -> None:
-        """Keep the states of a forward's rows [rows, hidden size]."""
-        self.states.index_copy_(0, self.place(slots), hidden)
+    def put(self, slots: Tensor, states: Tensor) -> None:
+        """Keep states [rows, size] under slots [rows] int64; nothing waits for the device."""
+        self.states.index_copy_(0, slots, states)
 
     def copy(self, copy: Copy) -> None:
         """Move states."""
@@ -52,3 +53,39 @@ class Features:
     def place(self, slots: Slots | Ints) -> Tensor:
         """Return slots as an index on the device."""
         return upload({"slots": np.ascontiguousarray(slots, np.int64)}, self.device)["slots"]
+
+
+class Features(SlotStates):
+    """The states behind the last norm of all tokens whose keys the model computes from now on."""
+
+    def __init__(self, engine: Runner) -> None:
+        super().__init__(engine, engine.model.config.hidden_size)
+        engine.watchers.append(self.see)
+
+    def end(self) -> None:
+        """Watch no more."""
+        super().end()
+        self.engine.watchers.remove(self.see)
+
+    def see(self, slots: Slots, hidden: Tensor) -> None:
+        """Keep the states of a forward's rows [rows, hidden size]."""
+        self.put(self.place(slots), hidden)
+
+
+class InnerFeatures(SlotStates):
+    """What is made of the states that enter some of the model's layers, likewise.
+
+    Parameters
+    ----------
+    engine : Runner
+        That has not captured any step yet.
+    layers : sequence of int
+    size : int
+        Numbers of what is made of them.
+    fuse : callable
+        Makes it, of the layers' states side by side [rows, layers * hidden size]: it is part of the forward.
+    """
+
+    def __init__(self, engine: Runner, layers: Sequence[int], size: int, fuse: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(engine, size)
+        engine.taps.append(Tap(tuple(layers), lambda slots, states: self.put(slots, fuse(states))))
