@@ -24,6 +24,8 @@ _MASK64 = (1 << 64) - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
 CHUNK = 128
 """Columns of a row that `Distributions` look at together."""
+UNLIKELY = -1e4
+"""Logit of tokens that a network cannot choose: far below all others, and yet above those that a grammar refuses."""
 _CACHED_LOGITS = 1 << 18  # 1 MiB of float32
 
 
@@ -364,18 +366,44 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collectio
     return tokens
 
 
-def leanings(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Tensor:
+def spread(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
+    """Return logits of all tokens [rows, vocab_size], given those of some [rows, tokens]; the others are unlikely."""
+    return logits.new_full((len(logits), vocab_size), UNLIKELY).index_copy_(1, tokens, logits)
+
+
+def leanings(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    eos_token_ids: Collection[int] = (),
+    tokens: Tensor | None = None,
+    vocab_size: int = 0,
+) -> Tensor:
     """Return what `sample` takes the arg-max of, float32 [rows, vocab], but for the cuts of min-p, top-k and top-p.
 
     Of another model's logits, this is what to guess a row's token by: the noise that it will be drawn with is known.
+
+    Parameters
+    ----------
+    logits, rows, eos_token_ids
+        See `sample`.
+    tokens : Tensor [columns] int64, optional
+        What the columns of `logits` stand for, of `vocab_size` tokens; all in order by default.
     """
-    logits = edited_logits(logits.float(), rows, eos_token_ids)
+    logits = logits.float()
+    if tokens is None:
+        words = _token_words(logits.shape[-1], logits.device)
+        logits = edited_logits(logits, rows, eos_token_ids)
+    else:
+        words = _token_words(vocab_size, logits.device)[tokens]
+        if edited := [i for i, row in enumerate(rows) if row.constraint is not None or _is_edited(row)]:
+            whole = spread(logits[edited], tokens, vocab_size)
+            mine = edited_logits(whole, [rows[i] for i in edited], eos_token_ids)[:, tokens]
+            logits = logits.index_copy(0, torch.tensor(edited, device=logits.device), mine)
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if not drawn:
         return logits
-    mine = [rows[i] for i in drawn]
-    scaled = logits[drawn] / _column([row.params.temperature for row in mine], logits)
-    scaled += _gumbel(mine, logits.shape[-1], logits.device)
+    scaled = logits[drawn] / _column([rows[i].params.temperature for i in drawn], logits)
+    scaled += _noise(torch.from_numpy(random_words([rows[i] for i in drawn])).to(logits.device), words)
     return logits.index_copy(0, torch.tensor(drawn, device=logits.device), scaled)
 
 

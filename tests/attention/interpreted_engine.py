@@ -5,6 +5,7 @@ Collected by `test_triton.py` in a process of its own, under TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,9 @@ from tiny import greedy, idle, tiny_llm, tiny_model
 
 from treewise import SamplingParams, Speculation, attention, decode, generate, runner
 from treewise.graphs import GraphCache, padded
+from treewise.speculate import sprouts
+from treewise.speculate.eagle import EagleDrafter
+from treewise.speculate.eagle_heads import Eagle1Head, Eagle3Head
 from treewise.speculate.model import ModelDrafter
 from treewise.speculate.speculator import Speculator
 from treewise.speculate.trees import TokenTree
@@ -214,3 +218,49 @@ def test_guesses_are_verified_from_captures(drafter):
     graphs = (assistant.runner if drafter == "model" else llm.engine.runner).graphs
     assert graphs.num_replays > 0
     idle(llm)
+
+
+def eagle_head(layout):
+    """A random head of the model."""
+    config = replace(MODEL.config, num_layers=1, layer_windows=(None,), layer_ropes=MODEL.config.layer_ropes[:1])
+    if layout == "EAGLE-1":
+        head = Eagle1Head(config, MODEL.embedding, MODEL, False)
+    else:
+        head = Eagle3Head(config, MODEL.embedding, MODEL, [0, 1, 1], torch.arange(5, 120), False)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in head.named_parameters():
+        if not name.startswith("embedding."):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return head.eval()
+
+
+@pytest.mark.parametrize("layout", ["EAGLE-1", "EAGLE-3"])
+@torch.no_grad()
+def test_heads_guess_from_captures_what_they_guess_without(layout, monkeypatch):
+    """The states that the model's captured steps leave for the head, and those that the head's leave, are the same."""
+    monkeypatch.setattr(sprouts, "WORTH", 0.0)
+    monkeypatch.setattr(sprouts, "WIDTH", 3)
+    monkeypatch.setattr(sprouts, "DEPTH", 3)
+    prompts = [[7, 1, 9] * 3, [5] * 12]
+    guessed = []
+    for captures in (True, False):
+        llm = tiny_llm(MODEL)
+        drafter = EagleDrafter(eagle_head(layout), llm.engine.runner, 256)
+        if captures:
+            runner = llm.engine.runner
+            runner.graphs = GraphCache(runner._compute, spare_slot=0, capture=capture)
+            drafter.graphs = GraphCache(drafter._compute, spare_slot=0, capture=capture)
+            graphs = [runner.graphs, drafter.graphs]
+        draft, trees = drafter.draft, []
+        drafter.draft = lambda *given, draft=draft, trees=trees: (trees.append(draft(*given)), trees[-1])[1]
+        llm.engine.speculator = Speculator(drafter, llm.engine.kv, 9, adaptive=False)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.outputs[0].token_ids == greedy(MODEL, prompt, 6)
+        guessed.append([tree for step in trees for tree in step])
+        idle(llm)
+    assert all(each.num_replays > each.num_captures > 0 for each in graphs)
+    for one, other in zip(*guessed, strict=True):
+        assert one.depths.tolist() == other.depths.tolist() and one.tokens.tolist() == other.tokens.tolist()
+        torch.testing.assert_close(torch.from_numpy(one.probabilities), torch.from_numpy(other.probabilities))
+    assert max(tree.depths.max(initial=0) for tree in guessed[0]) == 3

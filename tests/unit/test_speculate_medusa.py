@@ -12,10 +12,14 @@ import torch.nn.functional as F
 from guesses import guessing
 from safetensors.torch import load_file, save_file
 from test_speculate_engine import GREEDY, MODEL, PROMPTS, same, wild
-from tiny import VOCABULARY, idle, tiny_llm
+from tiny import EOS, VOCABULARY, Bytes, dense_states, idle, tiny_llm, tiny_model
 
-from treewise import SamplingParams
+from treewise import Grammar, SamplingParams
+from treewise.constraint import Lexicon
 from treewise.llm import LLM
+from treewise.models import CausalLM
+from treewise.sampler import SamplingRow, sample
+from treewise.speculate import medusa
 from treewise.speculate.medusa import MedusaDrafter, MedusaHeads, load_heads
 
 SIZE = MODEL.config.hidden_size
@@ -76,7 +80,7 @@ def test_heads_that_share_rows_of_the_output_matrix_guess_their_tokens(tmp_path)
     heads = load_heads(write(tmp_path, tensors), MODEL)
     x = torch.randn(2, SIZE)
     torch.testing.assert_close(heads(x), expected_logits(tensors, 3, 1, x)[..., words], atol=1e-4, rtol=1e-4)
-    [tree] = MedusaDrafter(heads).draft([stem(x)], 64, cast(Any, None))
+    [tree] = MedusaDrafter(heads, VOCABULARY).draft([stem(x)], 64, cast(Any, None))
     assert set(tree.tokens.tolist()) == set(words.tolist())
     heads.save(tmp_path / "copy", "tiny")
     assert load_heads(tmp_path / "copy", MODEL).vocabulary.tolist() == words.tolist()
@@ -85,15 +89,17 @@ def test_heads_that_share_rows_of_the_output_matrix_guess_their_tokens(tmp_path)
 @dataclass(eq=False)
 class StemLike:
     hidden: torch.Tensor | None
+    row: SamplingRow
 
 
-def stem(hidden: torch.Tensor | None) -> Any:
-    return StemLike(hidden)
+def stem(hidden: torch.Tensor | None, key: int = 0, constraint: Any = None, **params: Any) -> Any:
+    how = SamplingParams(**{"temperature": 0.0} | params)
+    return StemLike(hidden, SamplingRow(how, key, 10, output_tokens=(60, 60), constraint=constraint))
 
 
 def test_trees_have_the_likeliest_guesses_of_the_newest_state(tmp_path):
     tensors = published()
-    drafter = MedusaDrafter(load_heads(write(tmp_path, tensors), MODEL))
+    drafter = MedusaDrafter(load_heads(write(tmp_path, tensors), MODEL), VOCABULARY)
     states = torch.randn(3, SIZE)
     stems = [stem(states[:2]), stem(None), stem(states[2:])]
     trees = drafter.draft(stems, 12, cast(Any, None))
@@ -110,45 +116,89 @@ def test_trees_have_the_likeliest_guesses_of_the_newest_state(tmp_path):
 
 def assisted(tmp_path: Any, tensors: dict[str, torch.Tensor] | None = None, **options: Any) -> LLM:
     heads = load_heads(write(tmp_path, tensors or published(own=False)), MODEL)
-    return guessing(MODEL, MedusaDrafter(heads), **options)
+    return guessing(MODEL, MedusaDrafter(heads, VOCABULARY), **options)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_guesses_are_the_tokens_that_the_noise_would_draw(tmp_path, part):
+    """Head by head the arg-max at its own position, of several stems at once, penalties, bans and grammar included."""
+    words = torch.tensor([3, 5, 60, 97, 98, 99, 120])
+    tensors = published() if not part else published(own=False) | {"vocabulary": words}
+    heads = load_heads(write(tmp_path, tensors), MODEL)
+    x = torch.randn(4, SIZE) * 0.1
+    lexicon = Lexicon(Bytes(), VOCABULARY, {EOS})
+    constraint = lexicon.start(Grammar.regex("[ab]+"))
+    stems = [
+        stem(x[:1], 7, temperature=1.0),
+        stem(x[1:2]),
+        stem(x[2:3], 8, temperature=2.0, logit_bias={5: -100}, presence_penalty=2.0),
+        stem(x[3:], 9, constraint, temperature=1.0),
+    ]
+    trees = MedusaDrafter(heads, VOCABULARY).draft(stems, 2000, cast(Any, None))
+    logits = heads(x)
+    whole = torch.full((3, 4, VOCABULARY), -1e4).index_copy(2, words, logits) if part else logits
+    for own, tree, mine in zip(stems, trees, whole.transpose(0, 1), strict=True):
+        path, node = [], -1
+        for _ in range(3):
+            node = int((tree.parents == node).nonzero()[0][0])  # the likeliest comes first
+            path.append(int(tree.tokens[node]))
+        rows = [
+            own.row._replace(position=10 + head, constraint=None if head else own.row.constraint) for head in range(3)
+        ]
+        assert path == sample(mine.contiguous(), rows).tolist()
+    assert chr(trees[3].tokens[0]) in "ab"
 
 
 class Oracle(MedusaHeads):
-    """Heads that look up what a state is followed by: the offset of heads and tokens is seen in what they get right."""
+    """Heads that look up what states are followed by: the offset of heads and tokens is seen in what they get right.
 
-    def __init__(self, known: dict[tuple[float, ...], list[int]]) -> None:
-        super().__init__(torch.zeros(1, 3, SIZE, SIZE), torch.zeros(1, 3, SIZE), MODEL.logits)
-        self.known = known
+    Parameters
+    ----------
+    model : CausalLM
+    tokens : list of int
+        A text; of its end, nothing is known.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: CausalLM, tokens: list[int]) -> None:
+        super().__init__(torch.zeros(1, 3, SIZE, SIZE), torch.zeros(1, 3, SIZE), model.logits)
+        self.states = dense_states(model, tokens)
+        self.follows = torch.cat([model.logits(self.states), torch.zeros(3, VOCABULARY)])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = torch.full((3, len(hidden), VOCABULARY), -10.0)
-        for row, state in enumerate(hidden):
-            first = int(MODEL.logits(state[None]).argmax())
-            follows = next(
-                (f for key, f in self.known.items() if torch.allclose(torch.tensor(key), state, atol=1e-3)), []
-            )
-            assert not follows or follows[0] == first
-            for head, token in enumerate(follows[1:4]):
-                logits[head, row, token] = 10.0
-        return logits
+        places = torch.cdist(hidden, self.states).argmin(-1)
+        assert torch.allclose(self.states[places], hidden, atol=1e-3)
+        return torch.stack([self.follows[places + 1 + head] for head in range(3)])
 
 
-@torch.inference_mode()
-def test_the_first_head_guesses_what_follows_the_pending_token():
-    params = SamplingParams(temperature=0, max_tokens=41, ignore_eos=True)
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+def test_the_first_head_guesses_what_follows_the_pending_token(temperature):
+    params = SamplingParams(temperature=temperature, max_tokens=41, ignore_eos=True, seed=3)
     [plain] = tiny_llm(MODEL).generate([PROMPTS[2]], params)
-    answer = plain.outputs[0].token_ids
-    states: list[torch.Tensor] = []
-    watcher = tiny_llm(MODEL)
-    watcher.engine.runner.watchers.append(lambda slots, hidden: states.append(hidden[-1].clone()))
-    watcher.generate([PROMPTS[2]], params)
-    known = {tuple(state.tolist()): list(answer[i:]) for i, state in enumerate(states)}
-    llm = guessing(MODEL, MedusaDrafter(Oracle(known)))
+    heads = Oracle(MODEL, [*PROMPTS[2], *plain.outputs[0].token_ids])
+    llm = guessing(MODEL, MedusaDrafter(heads, VOCABULARY))
     [output] = outputs = llm.generate([PROMPTS[2]], params)
     same(outputs, [plain])
     usage = output.tree.usage
     assert usage.steps == 11 and usage.accepted_tokens == 30  # the prompt, then 4 tokens a step
     idle(llm)
+
+
+def test_at_a_temperature_more_guesses_are_right_for_the_noise_that_is_known(monkeypatch):
+    """Heads that know the model's very logits are always right by the noise, and seldom without."""
+    model = tiny_model()
+    model.embedding.weight.mul_(0.2)  # so that many tokens are likely
+    params = SamplingParams(temperature=1.0, max_tokens=41, ignore_eos=True, seed=3)
+    [plain] = tiny_llm(model).generate([PROMPTS[2]], params)
+    drafter = MedusaDrafter(Oracle(model, [*PROMPTS[2], *plain.outputs[0].token_ids]), VOCABULARY)
+    accepted = []
+    for known in (True, False):
+        if not known:
+            monkeypatch.setattr(medusa, "leanings", lambda logits, rows, **vocabulary: logits.float())
+        [output] = outputs = guessing(model, drafter, tree_size=8).generate([PROMPTS[2]], params)
+        same(outputs, [plain])
+        accepted.append(output.tree.usage.accepted_tokens)
+    assert accepted[0] > 25 and accepted[1] < 15, accepted
 
 
 OPTIONS = [{}, {"page_size": 1}, {"num_kv_slots": 240}, {"max_num_rows": 9}, {"looks_ahead": True}]

@@ -82,7 +82,7 @@ def test_heads_learn(tmp_path, monkeypatch):
     assert all(torch.equal(one, dense(other)) for one, other in zip(before, MODEL.parameters(), strict=True))
     heads.save(tmp_path, "tiny")
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    assisted = guessing(MODEL, MedusaDrafter(load_heads(tmp_path, MODEL)), tree_size=8)
+    assisted = guessing(MODEL, MedusaDrafter(load_heads(tmp_path, MODEL), VOCABULARY), tree_size=8)
     outputs = assisted.generate(PROMPTS[:3], params)
     same(outputs, tiny_llm(MODEL).generate(PROMPTS[:3], params))
     assert all(output.tree.usage.accepted_length > 2 for output in outputs)

@@ -64,7 +64,7 @@ def _draft(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
 
 
 def _medusa(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
-    drafter = MedusaDrafter(load_heads(_folder("medusa", what), model))
+    drafter = MedusaDrafter(load_heads(_folder("medusa", what), model), model.config.vocab_size)
     return Prepared(0, lambda runner, max_num_rows: drafter)
 
 

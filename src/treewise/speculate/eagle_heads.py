@@ -16,9 +16,9 @@ from treewise.models import CausalLM, read_config
 from treewise.models.decoder import PARTS
 from treewise.models.tokenizer import read_json
 from treewise.runner import Runner
+from treewise.sampler import spread
 from treewise.speculate.features import Features, InnerFeatures, SlotStates
-from treewise.speculate.tensor_files import read_tensors
-from treewise.speculate.vocabulary import check_vocabulary, spread
+from treewise.speculate.tensor_files import check_vocabulary, read_tensors
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files of heads, the first found counts."""
@@ -194,7 +194,8 @@ class Eagle3Head(EagleHead):
 
     def logits(self, states: Tensor) -> Tensor:
         """See `EagleHead.logits`."""
-        return spread(self.head(self.norm(states)), self.tokens, self.vocab_size)
+        logits: Tensor = self.head(self.norm(states))
+        return logits if self.tokens is None else spread(logits, self.tokens, self.vocab_size)
 
 
 def load_eagle(folder: Path, model: CausalLM) -> EagleHead:

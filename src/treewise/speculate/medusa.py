@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from treewise.models import CausalLM
 from treewise.models.tokenizer import read_json
 from treewise.ops import linear, pack
+from treewise.sampler import SamplingRow, leanings
 from treewise.speculate.drafter import Stem, Step
-from treewise.speculate.tensor_files import read_tensors
+from treewise.speculate.tensor_files import check_vocabulary, read_tensors
 from treewise.speculate.trees import EMPTY, TokenTree, best_first
 
 WIDTH = 10
@@ -168,11 +169,8 @@ def load_heads(folder: Path, model: CausalLM) -> MedusaHeads:
         return MedusaHeads(weight, bias, of_heads(f"{num_layers}.weight", words, size)).requires_grad_(False)
     vocabulary = tensors.get(VOCABULARY)
     if vocabulary is not None:
-        if vocabulary.dtype != torch.int64 or vocabulary.dim() != 1 or not len(vocabulary):
-            raise ValueError(f"speculate: {folder}: the tensor {VOCABULARY} is not a list of tokens")
-        if not 0 <= int(vocabulary.min()) <= int(vocabulary.max()) < words:
-            raise ValueError(f"speculate: {folder}: the tensor {VOCABULARY} has tokens that the model has not")
-        vocabulary = vocabulary.to(model.device)
+        where = f"speculate: {folder}: the tensor {VOCABULARY}"
+        vocabulary = check_vocabulary(vocabulary, words, where).to(model.device)
     return MedusaHeads(weight, bias, shared_output(model, vocabulary), vocabulary).requires_grad_(False)
 
 
@@ -181,12 +179,22 @@ class MedusaDrafter:
 
     The heads read the state behind the last verified token. That state has already chosen the pending token, so the
     first head guesses what follows the pending one.
+
+    A token that is drawn at random is guessed by the noise that it will be drawn with, which depends on its position,
+    not on the tokens before it; so all guesses at one depth share it. Penalties are those of the text so far.
+
+    Parameters
+    ----------
+    heads : MedusaHeads
+    vocab_size : int
+        Of the model.
     """
 
     wants_hidden = True
 
-    def __init__(self, heads: MedusaHeads) -> None:
+    def __init__(self, heads: MedusaHeads, vocab_size: int) -> None:
         self.heads = heads
+        self.vocab_size = vocab_size
 
     @torch.inference_mode()
     def draft(self, stems: Sequence[Stem], size: int, step: Step) -> list[TokenTree]:
@@ -195,9 +203,18 @@ class MedusaDrafter:
         if not states:
             return [EMPTY] * len(stems)
         logits = self.heads(torch.stack([*states.values()])).transpose(0, 1)  # [stems, heads, vocabulary]
-        odds, tokens = logits.softmax(dim=-1).topk(min(WIDTH, logits.shape[-1]), dim=-1)
+        rows = [_ahead(stem.row, places) for stem in states for places in range(self.heads.num_heads)]
+        lean = leanings(logits.flatten(0, 1), rows, tokens=self.heads.vocabulary, vocab_size=self.vocab_size)
+        odds, tokens = lean.softmax(dim=-1).topk(min(WIDTH, lean.shape[-1]), dim=-1)
         if self.heads.vocabulary is not None:
             tokens = self.heads.vocabulary[tokens]
-        both = torch.stack([odds, tokens.float()], dim=1).cpu().numpy()  # whole numbers below 2^24 stay what they are
-        trees = {stem: best_first(own[1], own[0], size) for stem, own in zip(states, both, strict=True)}
+        both = torch.stack([odds, tokens.float()], dim=1)  # whole numbers below 2^24 stay what they are
+        own = both.unflatten(0, logits.shape[:2]).transpose(1, 2).cpu().numpy()  # [stems, 2, heads, width]
+        trees = {stem: best_first(tokens, odds, size) for stem, (odds, tokens) in zip(states, own, strict=True)}
         return [trees.get(stem, EMPTY) for stem in stems]
+
+
+def _ahead(row: SamplingRow, places: int) -> SamplingRow:
+    """Return how a token some places further on is chosen, as far as that is known."""
+    constraint = None if places else row.constraint
+    return row._replace(position=row.position + places, num_tokens=row.num_tokens + places, constraint=constraint)

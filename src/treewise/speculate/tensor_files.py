@@ -35,3 +35,18 @@ def read_tensors(folder: Path, names: Sequence[str]) -> Mapping[str, Tensor]:
     if not isinstance(loaded, Mapping) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
         raise ValueError(f"speculate: {path} holds something else than tensors by name")
     return loaded
+
+
+def check_vocabulary(tokens: Tensor, vocab_size: int, where: str) -> Tensor:
+    """Return the tokens that a head chooses from, if the model has them.
+
+    Raises
+    ------
+    ValueError
+        If they are not a list of its tokens; the message begins with `where`.
+    """
+    if tokens.dtype != torch.int64 or tokens.dim() != 1 or not len(tokens):
+        raise ValueError(f"{where} is not a list of tokens")
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ValueError(f"{where} has tokens that the model has not")
+    return tokens
