@@ -186,6 +186,18 @@ def test_its_states_are_right_after_right_guesses_forks_moves_and_preemption(tmp
     idle(llm)
 
 
+def test_guesses_behind_a_prompt_that_is_cached_leave_its_states(tmp_path, monkeypatch):
+    monkeypatch.setattr(sprouts, "WORTH", 0.0)
+    tensors = published()
+    llm = assisted(tmp_path, tensors)
+    depths = checked(llm, Plain(tensors, LAYERS))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for prompt in (PROMPTS[2], PROMPTS[2], [*PROMPTS[2], 9]):
+        [output] = llm.generate([prompt], params)
+        assert output.outputs[0].token_ids == greedy(MODEL, prompt, 4)
+    assert output.tree.usage.cached_tokens == len(PROMPTS[2]) and len(depths) > 10
+
+
 def test_programs_that_fork_prune_and_score(tmp_path):
     llm = assisted(tmp_path)
     depths = checked(llm, Plain(published(), LAYERS))

@@ -211,7 +211,9 @@ def load_eagle(folder: Path, model: CausalLM) -> EagleHead:
       ``lm_head.weight``; and ``d2t`` where there is ``draft_vocab_size`` in the configuration: by how much the model's
       number of each token is larger than the head's.
 
-    In both, ``embed_tokens.weight`` may be there; without it, the head shares the model's embedding.
+    In both, ``embed_tokens.weight`` may be there; without it, the head shares the model's embedding. A head of EAGLE-3
+    reads what enters layers 2, ``n // 2`` and ``n - 3`` of the model's ``n``, unless the configuration has
+    ``eagle_aux_hidden_state_layer_ids``: the layers whose inputs it reads, or, within ``eagle_config``, whose outputs.
 
     Raises
     ------
