@@ -239,7 +239,7 @@ def eagle_head(layout):
 def test_heads_guess_from_captures_what_they_guess_without(layout, monkeypatch):
     """The states that the model's captured steps leave for the head, and those that the head's leave, are the same."""
     monkeypatch.setattr(sprouts, "WORTH", 0.0)
-    monkeypatch.setattr(sprouts, "WIDTH", 3)
+    monkeypatch.setattr(sprouts, "WIDTH", 2)
     monkeypatch.setattr(sprouts, "DEPTH", 3)
     prompts = [[7, 1, 9] * 3, [5] * 12]
     guessed = []
@@ -253,10 +253,10 @@ def test_heads_guess_from_captures_what_they_guess_without(layout, monkeypatch):
             graphs = [runner.graphs, drafter.graphs]
         draft, trees = drafter.draft, []
         drafter.draft = lambda *given, draft=draft, trees=trees: (trees.append(draft(*given)), trees[-1])[1]
-        llm.engine.speculator = Speculator(drafter, llm.engine.kv, 9, adaptive=False)
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        llm.engine.speculator = Speculator(drafter, llm.engine.kv, 6, adaptive=False)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
         for prompt, output in zip(prompts, outputs, strict=True):
-            assert output.outputs[0].token_ids == greedy(MODEL, prompt, 6)
+            assert output.outputs[0].token_ids == greedy(MODEL, prompt, 9)
         guessed.append([tree for step in trees for tree in step])
         idle(llm)
     assert all(each.num_replays > each.num_captures > 0 for each in graphs)
