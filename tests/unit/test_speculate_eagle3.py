@@ -230,6 +230,26 @@ def test_by_name(tmp_path):
     assert output.outputs[0].token_ids == greedy(MODEL, PROMPTS[2], 40)
 
 
+@pytest.mark.gpu
+def test_guesses_from_graphs_are_those_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(sprouts, "WORTH", 0.0)
+    model = tiny_model(windows=(None,) * 7).to("cuda")
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    texts, trees = [], []
+    for cuda_graphs in (False, True):
+        llm = guessing(model, None, device="cuda", cuda_graphs=cuda_graphs)
+        drafter = EagleDrafter(load_eagle(write(tmp_path, published(), **DRAFTED), model), llm.engine.runner, 512)
+        draft, own = drafter.draft, []
+        drafter.draft = lambda *given, draft=draft, own=own: own.append(draft(*given)) or own[-1]
+        llm.engine.speculator.drafter = drafter
+        texts.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS[1:4], params)])
+        trees.append([(tree.tokens[:8].tolist(), tree.parents[:8].tolist()) for step in own for tree in step])
+        idle(llm)
+    alike = [one == other for one, other in zip(*trees, strict=True)]
+    assert texts[0] == texts[1] and sum(alike) > 0.98 * len(alike)  # equally good guesses may change places
+    assert drafter.graphs.num_replays > drafter.graphs.num_captures > 0
+
+
 def without(name: str) -> Tensors:
     return {key: tensor for key, tensor in published().items() if key != name}
 
