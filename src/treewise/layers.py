@@ -134,4 +134,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform rows ``x`` ``[rows, hidden]``; gives ``[rows, hidden]``, or parts of it for a norm."""
-        return self.down.parts(gated_linear(x, self.gate_up.weight, self.gate_up.bias, self.activation))
+        return self.down.parts(self.gated(x))
+
+    def gated(self, x: Tensor) -> Tensor:
+        """Return what `down` takes of rows ``x`` ``[rows, hidden]``."""
+        return gated_linear(x, self.gate_up.weight, self.gate_up.bias, self.activation)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from tiny import greedy, idle, tiny_llm, tiny_model
 
-from treewise import SamplingParams, Speculation, attention, decode, generate, runner
+from treewise import SamplingParams, Speculation, attention, decode, generate, layers, runner
 from treewise.graphs import GraphCache, padded
+from treewise.ops import linear
 from treewise.speculate import sprouts
 from treewise.speculate.eagle import EagleDrafter
 from treewise.speculate.eagle_heads import Eagle1Head, Eagle3Head
@@ -234,19 +235,29 @@ def eagle_head(layout):
     return head.eval()
 
 
+def in_parts(x, weight, bias=None):
+    """Multiply as some GPUs do, which leave the sum to the norm that follows."""
+    product = linear(x, weight, bias)
+    return torch.stack([product * 0.25, product * 0.75])
+
+
 @pytest.mark.parametrize("layout", ["EAGLE-1", "EAGLE-3"])
 @torch.no_grad()
 def test_heads_guess_from_captures_what_they_guess_without(layout, monkeypatch):
-    """The states that the model's captured steps leave for the head, and those that the head's leave, are the same."""
+    """The states that the model's captured steps leave for the head, and those that the head's leave, are the same.
+
+    Products that a norm follows come in parts there, as on some GPUs.
+    """
     monkeypatch.setattr(sprouts, "WORTH", 0.0)
     monkeypatch.setattr(sprouts, "WIDTH", 2)
     monkeypatch.setattr(sprouts, "DEPTH", 3)
     prompts = [[7, 1, 9] * 3, [5] * 12]
     guessed = []
-    for captures in (True, False):
+    for captures in (False, True):
         llm = tiny_llm(MODEL)
         drafter = EagleDrafter(eagle_head(layout), llm.engine.runner, 256)
         if captures:
+            monkeypatch.setattr(layers, "linear_parts", in_parts)
             runner = llm.engine.runner
             runner.graphs = GraphCache(runner._compute, spare_slot=0, capture=capture)
             drafter.graphs = GraphCache(drafter._compute, spare_slot=0, capture=capture)
@@ -262,5 +273,5 @@ def test_heads_guess_from_captures_what_they_guess_without(layout, monkeypatch):
     assert all(each.num_replays > each.num_captures > 0 for each in graphs)
     for one, other in zip(*guessed, strict=True):
         assert one.depths.tolist() == other.depths.tolist() and one.tokens.tolist() == other.tokens.tolist()
-        torch.testing.assert_close(torch.from_numpy(one.probabilities), torch.from_numpy(other.probabilities))
+        assert one.probabilities == pytest.approx(other.probabilities, abs=1e-4)
     assert max(tree.depths.max(initial=0) for tree in guessed[0]) == 3

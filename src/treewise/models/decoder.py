@@ -33,10 +33,17 @@ class DecoderLayer(nn.Module):
         self.mlp_output_norm = norm() if config.sandwich_norms else nn.Identity()
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], attend: Attend
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        see: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Add ``x`` ``[rows, hidden]`` to the residual stream; gives the output, not yet added, and the stream."""
         x, residual = self.attention_norm.add(x, residual)
+        if see is not None:
+            see(residual)
         x = self.attention_output_norm(self.attention(x, angles, attend))
         x, residual = self.mlp_norm.add(x, residual)
         return self.mlp_output_norm(self.mlp(x)), residual
@@ -129,9 +136,7 @@ class CausalLM(nn.Module):
         angles = [rope(positions, x.dtype) for rope in self.ropes]
         residual: Tensor | None = None
         for number, (layer, rope) in enumerate(zip(self.layers, self.layer_ropes, strict=True)):
-            if see and number in see:
-                see[number](x if residual is None else x + residual)
-            x, residual = layer(x, residual, angles[rope], attend)
+            x, residual = layer(x, residual, angles[rope], attend, see.get(number) if see else None)
         if wanted is not None:
             x = x.index_select(-2, wanted)
             residual = None if residual is None else residual.index_select(0, wanted)

@@ -96,7 +96,7 @@ class EagleHead(nn.Module, ABC):
         x, residual = self.join(self.embedding(tokens), states)
         seen = self.attention(x, self.rope(positions, x.dtype), attend)
         normed, stream = self.mlp_norm.add(seen, residual)
-        guessed: Tensor = self.mlp(normed) + stream
+        guessed: Tensor = self.mlp.down(self.mlp.gated(normed)) + stream
         return guessed
 
 
