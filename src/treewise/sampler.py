@@ -127,7 +127,8 @@ def random_words(rows: Sequence[SamplingRow]) -> NDArray[np.int32]:
 
     NOTE: two rows with one (key, position) get the same: a key must belong to one branch.
     """
-    keys, positions = (np.array(values, np.uint64) for values in zip(*((r.key, r.position) for r in rows), strict=True))
+    keys = np.fromiter((row.key for row in rows), np.uint64, len(rows))
+    positions = np.fromiter((row.position for row in rows), np.uint64, len(rows))
     words = _mix64s(keys * np.uint64(5) + _mix64s(positions + np.uint64(_GOLDEN64)))
     return words.view(np.int32).reshape(-1, 2)
 
