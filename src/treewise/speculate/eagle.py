@@ -13,11 +13,11 @@ from torch import Tensor
 from treewise.attention import TreeSpec, plan_tree, run_plan
 from treewise.batch import Batch
 from treewise.graphs import GraphCache, Plans
-from treewise.kv import Copy, KVManager, Slots
+from treewise.kv import KVManager, Slots
 from treewise.layers import Linear
 from treewise.ops import Heads, rotate_and_store
 from treewise.plan.data import upload
-from treewise.runner import Runner
+from treewise.runner import Move, Runner
 from treewise.speculate.drafter import Stem, Step
 from treewise.speculate.eagle_heads import EagleHead
 from treewise.speculate.sprouts import Sprout, grow, lacking
@@ -167,11 +167,10 @@ class EagleDrafter:
     def _forget(self, slots: Slots, hidden: Tensor) -> None:
         self._made[slots] = False
 
-    def _follow(self, copy: Copy) -> None:
-        self._made[copy.target] = self._made[copy.source]
-        source, target = self.features.place(copy.source), self.features.place(copy.target)
+    def _follow(self, move: Move) -> None:
+        self._made[move.target] = self._made[move.source]
         for pool in (self.k, self.v):
-            pool[target] = pool[source]
+            pool.index_copy_(0, move.target_there, pool.index_select(0, move.source_there))
 
 
 def _without_first_tokens(spec: TreeSpec, slots: Slots) -> tuple[TreeSpec, Slots]:

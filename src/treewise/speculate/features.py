@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treewise.kv import Copy, Slots
+from treewise.kv import Slots
 from treewise.plan.data import upload
-from treewise.runner import Runner, Tap
+from treewise.runner import Move, Runner, Tap
 from treewise.speculate.trees import Ints
 
 
@@ -46,9 +46,9 @@ class SlotStates:
         """Keep states [rows, size] under slots [rows] int64; nothing waits for the device."""
         self.states.index_copy_(0, slots, states)
 
-    def copy(self, copy: Copy) -> None:
+    def copy(self, move: Move) -> None:
         """Move states."""
-        self.states[self.place(copy.target)] = self.states[self.place(copy.source)]
+        self.put(move.target_there, self.states.index_select(0, move.source_there))
 
     def place(self, slots: Slots | Ints) -> Tensor:
         """Return slots as an index on the device."""
