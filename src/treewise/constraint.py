@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treewise.codec import Codec
 from treewise.grammar import Grammar, library
 
 _CACHED_GRAMMARS = 64
-
-
-class Codec(Protocol):
-    """What a `Lexicon` needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many token ids there are."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`."""
-
-    def token_bytes(self, token: int, /) -> bytes:
-        """Return the UTF-8 bytes that `token` stands for, none for a special token."""
 
 
 class GrammarError(ValueError):

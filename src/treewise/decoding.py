@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treewise.awaitables import Decode
-from treewise.branch import Branch, depth_first
+from treewise.branch import Branch
+from treewise.branch.walks import depth_first
 from treewise.choices import Choice, Choices, Chosen, choose
 from treewise.config import SamplingParams
 from treewise.constraint import Constraint

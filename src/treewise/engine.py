@@ -15,8 +15,9 @@ from torch import Tensor
 
 from treewise.awaitables import Call, Decode, Gather, Observe, Operation
 from treewise.batch import Batch
-from treewise.branch import Branch, BranchTree, Codec
+from treewise.branch import Branch, BranchTree
 from treewise.budgets import Budget, Limit
+from treewise.codec import Codec
 from treewise.config import check_integer
 from treewise.decoding import DecodeRun, Drawn, draw
 from treewise.graphs import Plans

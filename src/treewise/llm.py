@@ -13,8 +13,9 @@ from typing import Any, Literal, cast
 import torch
 
 from treewise.awaitables import Observe, generate
-from treewise.branch import Branch, BranchTree, checked_tokens
+from treewise.branch import Branch, BranchTree
 from treewise.budgets import Budget
+from treewise.codec import Message, checked_tokens
 from treewise.config import BeamSearchParams, SamplingParams, Speculation
 from treewise.constraint import Lexicon
 from treewise.engine import Engine, Request
@@ -31,7 +32,7 @@ from treewise.sizing import default_slots
 from treewise.speculate.drafters import prepare
 from treewise.speculate.speculator import Speculator
 from treewise.tree import Forest
-from treewise.turns import Conversation, Message, opens_reply
+from treewise.turns import Conversation, opens_reply
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation, which the model's chat template writes."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from treewise.branch import Branch, BranchTree, Codec, along_paths
+from treewise.branch import Branch, BranchTree
+from treewise.branch.walks import along_paths
+from treewise.codec import Codec
 from treewise.results import CompletionOutput, Logprob, NodeState, TreeNode
 from treewise.sampler import Candidates
 from treewise.settling import uncollected

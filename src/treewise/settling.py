@@ -11,7 +11,8 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from treewise.branch import PRUNED, Branch
+from treewise.branch import Branch
+from treewise.branch.handle import PRUNED
 from treewise.kv import OutOfSlots
 from treewise.thicket import Lines, Thicket
 

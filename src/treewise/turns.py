@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from treewise.codec import ChatCodec, Message
 
 PLACE = "«content»"  # stands where a message's text goes, to find the template's own words around it
 CLOSED_ROLES = ("system", "developer", "assistant")  # after these it is not the model's turn
-
-Message = Mapping[str, Any]
-"""One turn: ``role`` and ``content``."""
-
-
-@runtime_checkable
-class ChatCodec(Protocol):
-    """A tokenizer that knows how a conversation is written."""
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether it really does."""
-
-    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Write a conversation as text."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """Return the token ids of `text`."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that `token` stands for, none for a special token."""
 
 
 @dataclass(frozen=True)

@@ -1,140 +1,29 @@
-"""Branch handles: the tree of one request as its program sees it."""
+"""Branch handles: a path of a tree as its program sees it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from numbers import Integral
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
+from treewise.codec import ChatCodec, checked_tokens
 from treewise.grammar import Grammar
-from treewise.kv import KVManager
 from treewise.sampler import Candidates, child_key, row_key
 from treewise.tree import Node
-from treewise.turns import ChatCodec, Conversation, begun_by, next_turn, opens_reply
+from treewise.turns import Conversation, begun_by, next_turn, opens_reply
+
+if TYPE_CHECKING:
+    from treewise.branch.tree import BranchTree
 
 FinishReason = Literal["stop", "length"]
-Inherited = TypeVar("Inherited")
 
 PRUNED = "pruned"
 """How the state of a branch begins that was given up."""
 
 
-class Codec(Protocol):
-    """What a tree needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many token ids there are."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """Return the token ids of `text`."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that `token` stands for, none for a special token."""
-
-
 class DeadBranchError(RuntimeError):
     """A branch was used after it had been pruned or its program had ended."""
-
-
-class BranchTree:
-    """The tree of one request: its branches and what they share.
-
-    Parameters
-    ----------
-    kv : KVManager
-    codec : Codec
-    prompt_tokens : sequence of int
-        Never empty.
-    seed : int
-        The random stream of a branch follows from this and the branch's path.
-    order : int
-        Rank of arrival among all requests.
-    priority : int
-        The higher goes first; of equal ones the earlier.
-    namespace : str
-        Only requests of one namespace share cached prefixes.
-    """
-
-    def __init__(
-        self,
-        kv: KVManager,
-        codec: Codec,
-        prompt_tokens: Sequence[int],
-        seed: int,
-        order: int,
-        priority: int = 0,
-        namespace: str = "",
-    ) -> None:
-        self.kv = kv
-        self.codec = codec
-        self.prompt_tokens = list(prompt_tokens)
-        self.seed = seed
-        self.rank = (-priority, order)
-        self.namespace = namespace
-        self.alive: dict[Branch, None] = {}  # an ordered set
-        self.num_decoded = 0
-        self.unsettled: dict[Callable[[], None], None] = {}  # make branches of what operations under way have decoded
-        self.fallen: list[Callable[[], None]] = []  # make branches of what these have pruned
-        known = kv.match(self.prompt_tokens, namespace)
-        self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
-        self.num_known = 0 if known is None else known.end
-        self.root = Branch(self, None, 0, None)
-        if known is not None:
-            self.root.tip = kv.hold(known)
-        if self.num_known < len(self.prompt_tokens):
-            self.root.tip = self.root._plant(self.prompt_tokens[self.num_known :])
-        self.root.tokens = list(self.prompt_tokens)
-        self.root.logprobs = [None] * len(self.prompt_tokens)
-
-    def tips(self) -> Iterator[Node]:
-        """Yield the node in which each live branch ends, but for those whose forks hold their keys."""
-        return (branch.tip for branch in self.alive if branch.tip is not None)
-
-    def branches(self) -> Iterator[Branch]:
-        """Return every branch there ever was, parents first, the pruned ones too."""
-        self.settle()
-        self.unfold()
-        return self.known_branches()
-
-    def known_branches(self) -> Iterator[Branch]:
-        """Yield the branches, parents first, perhaps without some that were pruned."""
-        stack = [self.root]
-        while stack:
-            branch = stack.pop()
-            yield branch
-            stack.extend(reversed(branch.known_children))
-
-    def settle(self) -> None:
-        """Make branches of all that has been decoded, as somebody may look at them now."""
-        while self.unsettled:
-            settle, _ = self.unsettled.popitem()
-            settle()
-
-    def unfold(self) -> None:
-        """Make branches of what operations have pruned as well."""
-        while self.fallen:
-            self.fallen.pop()()
-
-    def close(self) -> None:
-        """End the request: every branch lets go of its keys, which stay behind as cached prefixes."""
-        self.settle()
-        self.let_go(list(self.alive), "closed", sys.maxsize)
-
-    def let_go(self, branches: Iterable[Branch], state: str, keep: int) -> None:
-        """Give up what `branches` hold; see `KVManager.drop` for `keep`."""
-        tips, pruned = [], state.startswith(PRUNED)
-        for branch in branches:
-            branch.state = state
-            if pruned and branch.ordinal is not None and branch.parent is not None:
-                branch.parent.num_children -= 1
-            del self.alive[branch]
-            if (tip := branch.tip) is not None:
-                tips.append(tip)
-                branch.tip = None
-        self.kv.drop(tips, keep)
 
 
 class Branch:
@@ -465,7 +354,7 @@ class Branch:
             kv = self.tree.kv
             self.tip = kv.hold(kv.prefix(self._carrier(), self.num_tokens))
         if self.num_unplanted:
-            self.tip = self._plant(self.tokens[-self.num_unplanted :])
+            self.tip = self.plant(self.tokens[-self.num_unplanted :])
             self.num_unplanted = 0
         return self.tip
 
@@ -476,7 +365,7 @@ class Branch:
         if tokens:
             if self.num_heirs or self.num_unplanted:
                 self.end()
-            self.tip = self._plant(tokens)
+            self.tip = self.plant(tokens)
             self._append(tokens, logprobs, candidates)
 
     def note_down(
@@ -556,6 +445,16 @@ class Branch:
             parent.num_heirs -= 1
         self.tree.let_go([*below, self], state, self.tree.num_known if parent is None else self.start)
 
+    def plant(self, tokens: Sequence[int]) -> Node:
+        """Put tokens into the forest, behind what the path has there; return the node, held, in which they end."""
+        kv, old = self.tree.kv, self.tip
+        tip = kv.forest.extend(old, tokens, self.tree.namespace)
+        if tip is not old:
+            kv.hold(tip)
+            if old is not None:
+                old.holders -= 1  # it has a child now, so it is in no danger
+        return tip
+
     @property
     def _is_heir(self) -> bool:
         """Whether this is a fork of its parent's end; see `tip`."""
@@ -567,16 +466,6 @@ class Branch:
         while branch.tip is None:
             branch = next(child for child in reversed(branch.known_children) if child.alive and child._is_heir)
         return branch.end()
-
-    def _plant(self, tokens: Sequence[int]) -> Node:
-        """Put tokens into the forest, behind what the path has there; return the node, held, in which they end."""
-        kv, old = self.tree.kv, self.tip
-        tip = kv.forest.extend(old, tokens, self.tree.namespace)
-        if tip is not old:
-            kv.hold(tip)
-            if old is not None:
-                old.holders -= 1  # it has a child now, so it is in no danger
-        return tip
 
     def _children(self, at: int, ordinals: Iterable[int | None], carrier: Node) -> list[Branch]:
         """Return a new branch for each of `ordinals`, see `branch_off`."""
@@ -607,53 +496,6 @@ class Branch:
         return below[::-1]
 
 
-def along_paths(
-    branches: Iterable[Branch], first: Inherited, step: Callable[[Inherited, Branch], Inherited]
-) -> dict[Branch, Inherited]:
-    """Return what each of many branches makes of what its parent has; the root makes it of `first`.
-
-    What they share of their paths is walked once.
-    """
-    known: dict[Branch, Inherited] = {}
-    for branch in branches:
-        above: list[Branch] = []
-        here: Branch | None = branch
-        while here is not None and here not in known:
-            above.append(here)
-            here = here.parent
-        value = first if here is None else known[here]
-        for each in reversed(above):
-            value = known[each] = step(value, each)
-    return known
-
-
-def depth_first(branches: Iterable[Branch]) -> list[Branch]:
-    """Return branches of one tree in the order of their paths."""
-    wanted = set(branches)
-    below: dict[Branch | None, list[Branch]] = {}
-    known: set[Branch] = set()
-    for branch in wanted:
-        here: Branch | None = branch
-        while here is not None and here not in known:
-            known.add(here)
-            below.setdefault(here.parent, []).append(here)
-            here = here.parent
-    order, stack = [], below.get(None, [])
-    while stack:
-        branch = stack.pop()
-        if branch in wanted:
-            order.append(branch)
-        if (forks := below.get(branch)) is not None:
-            if len(forks) > 1:
-                forks.sort(key=_ordinal, reverse=True)
-            stack += forks
-    return order
-
-
-def _ordinal(branch: Branch) -> int:
-    return -1 if branch.ordinal is None else branch.ordinal
-
-
 def keep(branches: Sequence[Branch], values: Sequence[float], k: int) -> list[Branch]:
     """Keep the `k` branches of the highest values, best first, and prune the rest; ties keep their order.
 
@@ -675,31 +517,6 @@ def keep(branches: Sequence[Branch], values: Sequence[float], k: int) -> list[Br
     for i in ranked[k:]:
         branches[i].prune(where)
     return [branches[i] for i in ranked[:k]]
-
-
-def checked_tokens(name: str, tokens: Iterable[Any], vocab_size: int) -> list[int]:
-    """Return `tokens`, which may be a tensor or an array, as a list of int.
-
-    Raises
-    ------
-    ValueError
-        If one of them is no token id below `vocab_size`; `name` says where it came from.
-    """
-    if hasattr(tokens, "tolist"):
-        tokens = tokens.tolist()
-    if isinstance(tokens, bytes | Mapping) or not isinstance(tokens, Iterable):
-        raise ValueError(f"{name}: {tokens!r} is neither text nor a list of token ids")
-    checked = []
-    for token in tokens:
-        number = int(token) if isinstance(token, Integral) else -1
-        if not 0 <= number < vocab_size:
-            raise ValueError(f"{name}: {token!r} is not a token id of this model (0 to {vocab_size - 1})")
-        checked.append(number)
-    return checked
-
-
-def _computed_tokens(kv: KVManager, tip: Node) -> int:
-    return sum(node.computed for node in kv.forest.path(tip))
 
 
 def _caller() -> str:

@@ -1,0 +1,113 @@
+"""The tree of one request: all its branches, and what they share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from treewise.branch.handle import PRUNED, Branch
+from treewise.codec import Codec
+from treewise.kv import KVManager
+from treewise.tree import Node
+
+
+class BranchTree:
+    """The tree of one request: its branches and what they share.
+
+    Parameters
+    ----------
+    kv : KVManager
+    codec : Codec
+    prompt_tokens : sequence of int
+        Never empty.
+    seed : int
+        The random stream of a branch follows from this and the branch's path.
+    order : int
+        Rank of arrival among all requests.
+    priority : int
+        The higher goes first; of equal ones the earlier.
+    namespace : str
+        Only requests of one namespace share cached prefixes.
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        codec: Codec,
+        prompt_tokens: Sequence[int],
+        seed: int,
+        order: int,
+        priority: int = 0,
+        namespace: str = "",
+    ) -> None:
+        self.kv = kv
+        self.codec = codec
+        self.prompt_tokens = list(prompt_tokens)
+        self.seed = seed
+        self.rank = (-priority, order)
+        self.namespace = namespace
+        self.alive: dict[Branch, None] = {}  # an ordered set
+        self.num_decoded = 0
+        self.unsettled: dict[Callable[[], None], None] = {}  # make branches of what operations under way have decoded
+        self.fallen: list[Callable[[], None]] = []  # make branches of what these have pruned
+        known = kv.match(self.prompt_tokens, namespace)
+        self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
+        self.num_known = 0 if known is None else known.end
+        self.root = Branch(self, None, 0, None)
+        if known is not None:
+            self.root.tip = kv.hold(known)
+        if self.num_known < len(self.prompt_tokens):
+            self.root.tip = self.root.plant(self.prompt_tokens[self.num_known :])
+        self.root.tokens = list(self.prompt_tokens)
+        self.root.logprobs = [None] * len(self.prompt_tokens)
+
+    def tips(self) -> Iterator[Node]:
+        """Yield the node in which each live branch ends, but for those whose forks hold their keys."""
+        return (branch.tip for branch in self.alive if branch.tip is not None)
+
+    def branches(self) -> Iterator[Branch]:
+        """Return every branch there ever was, parents first, the pruned ones too."""
+        self.settle()
+        self.unfold()
+        return self.known_branches()
+
+    def known_branches(self) -> Iterator[Branch]:
+        """Yield the branches, parents first, perhaps without some that were pruned."""
+        stack = [self.root]
+        while stack:
+            branch = stack.pop()
+            yield branch
+            stack.extend(reversed(branch.known_children))
+
+    def settle(self) -> None:
+        """Make branches of all that has been decoded, as somebody may look at them now."""
+        while self.unsettled:
+            settle, _ = self.unsettled.popitem()
+            settle()
+
+    def unfold(self) -> None:
+        """Make branches of what operations have pruned as well."""
+        while self.fallen:
+            self.fallen.pop()()
+
+    def close(self) -> None:
+        """End the request: every branch lets go of its keys, which stay behind as cached prefixes."""
+        self.settle()
+        self.let_go(list(self.alive), "closed", sys.maxsize)
+
+    def let_go(self, branches: Iterable[Branch], state: str, keep: int) -> None:
+        """Give up what `branches` hold; see `KVManager.drop` for `keep`."""
+        tips, pruned = [], state.startswith(PRUNED)
+        for branch in branches:
+            branch.state = state
+            if pruned and branch.ordinal is not None and branch.parent is not None:
+                branch.parent.num_children -= 1
+            del self.alive[branch]
+            if (tip := branch.tip) is not None:
+                tips.append(tip)
+                branch.tip = None
+        self.kv.drop(tips, keep)
+
+
+def _computed_tokens(kv: KVManager, tip: Node) -> int:
+    return sum(node.computed for node in kv.forest.path(tip))
