@@ -68,15 +68,44 @@ class Call(Operation[Any]):
 
 
 class Gather(Operation[list[Any]]):
-    """Run coroutines side by side."""
+    """Run coroutines side by side.
 
-    def __init__(self, coroutines: Sequence[Coroutine[Any, Any, Any] | Operation[Any]]) -> None:
-        if len({id(coroutine) for coroutine in coroutines}) != len(coroutines):
+    Attributes
+    ----------
+    coroutines : list of coroutine
+    begin : callable or None
+        The engine's, while they run: starts one more.
+    over : bool
+        Whether the result, or an error, is there.
+    """
+
+    def __init__(self, coroutines: Iterable[Coroutine[Any, Any, Any] | Operation[Any]]) -> None:
+        self.coroutines: list[Coroutine[Any, Any, Any]] = []
+        self.begin: Callable[[Coroutine[Any, Any, Any]], None] | None = None
+        self.over = False
+        self._named: set[object] = set()
+        for each in coroutines:
+            self.add(each)
+
+    def add(self, coroutine: Coroutine[Any, Any, Any] | Operation[Any]) -> None:
+        """Run one more beside the others, which may be under way; its result comes behind theirs.
+
+        Raises
+        ------
+        ValueError
+            If it is among them already, is nothing that a program can await, or the others are over.
+        """
+        if self.over:
+            raise ValueError("coroutines: those that this one would run beside are over")
+        if coroutine in self._named:
             raise ValueError("coroutines: the same one is named twice")
-        self.coroutines = [as_coroutine(each) for each in coroutines]
+        self._named.add(coroutine)
+        self.coroutines.append(as_coroutine(coroutine))
+        if self.begin is not None:
+            self.begin(self.coroutines[-1])
 
     def __str__(self) -> str:
-        return f"gathering {', '.join(map(name_of, self.coroutines))}"
+        return f"gathering {', '.join(dict.fromkeys(map(name_of, self.coroutines)))}"
 
 
 def decode(branches: Iterable[Branch], controller: Controller) -> Decode:
@@ -159,10 +188,11 @@ def call(function: Callable[..., Result], *arguments: Any) -> Operation[Result]:
     return Call(function, arguments)
 
 
-def gather(*coroutines: Coroutine[Any, Any, Any] | Operation[Any]) -> Operation[list[Any]]:
+def gather(*coroutines: Coroutine[Any, Any, Any] | Operation[Any]) -> Gather:
     """Run coroutines or operations of this program side by side; their results in order.
 
-    The first error ends the others and is raised here.
+    The first error ends the others and is raised here. What this returns has a method `add`, by which those that run
+    can start more beside themselves.
 
     Raises
     ------

@@ -367,25 +367,35 @@ class Engine:
 
     def _gather(self, task: Task, operation: Gather) -> None:
         """Start the coroutines; the first error ends the others and is the gathering program's."""
-        waiting = len(operation.coroutines)
-        results: list[Any] = [None] * waiting
+        if operation.begin is not None:
+            raise RuntimeError("what gather returns can be awaited once only")
+        waiting = 0
+        results: list[Any] = []
+
+        def begin(coroutine: Coroutine[Any, Any, Any]) -> None:
+            nonlocal waiting
+            waiting += 1
+            self._ready.append((Task(task.tree, coroutine, partial(finish, len(results)), task), None, None))
+            results.append(None)
 
         def finish(i: int, result: Any, error: BaseException | None) -> None:
             nonlocal waiting
             waiting -= 1
             results[i] = result
-            if error is not None and waiting >= 0:
-                waiting = -1  # nobody else may answer
+            if operation.over or (error is None and waiting):
+                return
+            operation.over = True
+            if error is not None:
                 lines = [other.lineage() for other in self._waiting()]
                 self._forget([line[: line.index(task)] for line in lines if task in line])
-                self._ready.append((task, None, error))
-            elif waiting == 0:
-                self._ready.append((task, results, None))
+            self._answer(task, results, error)
 
-        for i, coroutine in enumerate(operation.coroutines):
-            self._ready.append((Task(task.tree, coroutine, partial(finish, i), task), None, None))
-        if not operation.coroutines:
-            self._ready.append((task, [], None))
+        operation.begin = begin
+        for coroutine in operation.coroutines:
+            begin(coroutine)
+        if not waiting:
+            operation.over = True
+            self._answer(task, results, None)
 
     def _waiting(self) -> list[Task]:
         """Return the tasks that wait for something, but for those that gather others."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import doctest
 import math
+import string
+import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -131,24 +134,26 @@ def test_the_upper_bound_decides(c, chosen):
             tree.back_up(children[child], value)
         if c == 0.5:
             assert tree.upper_bounds(root, children, {}) == pytest.approx([1.186, 1.223, 0.769], abs=1e-3)
-        return tree.choose(1) == [children[chosen]]
+        return tree.choose() is children[chosen]
 
     assert by_hand(build)
 
 
-def test_virtual_losses_spread_the_choices_of_a_round():
+def test_virtual_losses_spread_the_leaves_under_way():
     def build(root):
         tree = ConfidenceTree(root, c=0.0)
         good, fair, bad = root.fork(3)
         tree.add([good, fair, bad], [0.9, 0.7, 0.1])
         best, second = good.fork(2)
         tree.add([best, second], [0.9, 0.85])
-        first_rounds = [tree.choose(1), tree.choose(2), tree.choose(9)]
-        names = {best: "best", second: "second", fair: "fair", bad: "bad"}
-        return [[names[leaf] for leaf in leaves] for leaves in first_rounds]
+        chosen = [tree.choose() for _ in range(5)]
+        tree.under_way.remove(fair)
+        chosen.append(tree.choose())
+        names = {best: "best", second: "second", fair: "fair", bad: "bad", None: "none"}
+        return [names[leaf] for leaf in chosen]
 
-    # After its first choice, "good" stands at (0.9 + 0.9 + 0.85 + 0.1) / 4 = 0.6875, below "fair".
-    assert by_hand(build) == [["best"], ["best", "fair"], ["best", "fair", "second", "bad"]]
+    # After the first choice, "good" stands at (0.9 + 0.9 + 0.85 + 0.1) / 4 = 0.6875, below "fair".
+    assert by_hand(build) == ["best", "fair", "second", "bad", "none", "fair"]
 
 
 def test_every_iteration_follows_the_formula():
@@ -208,11 +213,44 @@ def test_the_drawing_has_the_visits():
     assert result.tree.nodes[0].visits == result.value.tree.root.note.visits == 12
 
 
-def test_leaves_of_a_round_decode_together():
-    reward = Reward(uneven)
-    run("mcts", reward, iterations=9, parallel=4, depth=9, width=3)
+def extended(**settings):
+    """Return the leaves that a search extended in each of its steps, none where it did something else."""
+    llm = tiny_llm(MODEL, enable_prefix_caching=False)
+    program = STRATEGIES["mcts"].build(**SETTINGS | {"evaluate": "logprob", "width": 3, "depth": 9} | settings)
+    request = llm.engine.add(program, [1, 2], seed=3)
+    leaves = []
+    while not request.done:
+        leaves.append({event.branch.parent for gain in llm.engine.step() for event in gain.events()})
+    assert request.error is None
+    return leaves
+
+
+def test_so_many_leaves_are_extended_at_a_time():
+    leaves = extended(iterations=9, parallel=4)
     # The root alone, then three leaves, as there are no more, then four, then the last; and the answer.
-    assert [len(texts) for texts in reward.calls] == [3, 9, 12, 3, 1]
+    assert list(map(len, leaves)) == [1] * 4 + [3] * 4 + [4] * 4 + [1] * 4 + [1] * 3 + [0]
+
+
+def test_another_leaf_is_extended_while_those_chosen_before_are():
+    leaves = extended(iterations=16, parallel=3, stop=list(string.printable), thought_tokens=12)
+    assert any(now & before and now - before for before, now in pairwise(leaves))
+    assert max(map(len, leaves)) == 3
+
+
+@pytest.mark.parametrize("rows", [8192, 7])
+def test_the_tree_does_not_hang_on_what_is_computed_when(rows):
+    delays = iter([0.02, 0.0, 0.01] * 20)
+
+    def slow(texts):
+        time.sleep(next(delays))
+        return uneven_texts(texts)
+
+    llm = tiny_llm(MODEL, max_num_rows=rows)
+    settings = {**SETTINGS, "iterations": 12, "depth": 4, "stop": list(string.printable), "thought_tokens": 9}
+    program = STRATEGIES["mcts"].build(**settings, evaluate=slow)
+    alone = run("mcts", Reward(uneven), **settings)
+    [result, _] = llm.run(program, ["two plus two", "one"], seed=3)
+    assert [branch.text for branch in thoughts_of(result.value)] == [branch.text for branch in thoughts_of(alone)]
 
 
 def test_the_answer_comes_from_the_most_visited_chain():

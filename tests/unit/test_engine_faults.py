@@ -167,6 +167,31 @@ def test_gather_takes_operations_and_refuses_what_it_cannot_run():
     idle(llm)
 
 
+def test_what_is_gathered_can_start_more_beside_itself():
+    async def part(branch, forks):
+        [one] = await generate([branch], SHORT)
+        for fork in forks:
+            together.add(part(fork, []))
+        return one.token_ids
+
+    async def program(root):
+        nonlocal together
+        first, second, *later = root.fork(4)
+        together = gather(part(first, later))
+        together.add(part(second, []))
+        results = await together
+        with pytest.raises(ValueError, match="are over"):
+            together.add(generate([root], SHORT))
+        with pytest.raises(RuntimeError, match="awaited once"):
+            await together
+        return results
+
+    together = None
+    llm = tiny_llm(MODEL)
+    assert run_each(llm, [program], [[1, 2]]) == [[greedy(MODEL, [1, 2], 6)] * 4]
+    idle(llm)
+
+
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_the_first_error_of_a_gather_ends_the_others_and_those_that_gather_them():
     ended = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, log, sqrt
 from typing import Any
 
+from treewise.awaitables import gather
 from treewise.branch import Branch
 from treewise.config import MAX_SEQUENCES, check_integer, check_number
 from treewise.search.thinking import Thinker, ThoughtParams, ended, retain
@@ -50,9 +52,10 @@ async def monte_carlo_tree_search(
     `width` next thoughts there; rates them; and backs each value up to the root. A leaf that has come to its end, or
     has `depth` thoughts, is not extended: its value is backed up once more.
 
-    Leaves that are chosen in one round decode as one batch. A leaf is chosen once a round, and each choice counts until
-    the round's end as a visit with the lowest value that the search has seen (virtual loss: Chaslot et al., "Parallel
-    Monte-Carlo Tree Search", 2008), so that the next choice of the round tends elsewhere.
+    Several leaves are under way at a time, in one batch. What comes of them is backed up in the order of their choice,
+    each time another leaf is chosen at once, and the tree hangs on nothing but the seed. A leaf under way is not chosen
+    again, and counts as a visit with the lowest value that the search has seen (virtual loss: Chaslot et al., "Parallel
+    Monte-Carlo Tree Search", 2008), so that the next choice tends elsewhere.
 
     Parameters
     ----------
@@ -60,7 +63,7 @@ async def monte_carlo_tree_search(
     iterations : int
         Leaves chosen in all.
     parallel : int
-        The most leaves chosen a round; 1 is plain UCT.
+        The most leaves under way at a time; 1 is plain UCT. A function that rates is called for each of them.
     depth : int
         The most thoughts of a chain.
     width : int
@@ -91,16 +94,33 @@ async def monte_carlo_tree_search(
     thinker = Thinker(root, params)
 
     tree = ConfidenceTree(root, c)
-    while iterations > 0:
-        leaves = tree.choose(min(parallel, iterations))
-        iterations -= len(leaves)
-        over = [leaf for leaf in leaves if ended(leaf) or len(leaf.path) == len(root.path) + depth]
-        for leaf in over:
-            tree.back_up(leaf, leaf.note.mean)
-        growing = [leaf for leaf in leaves if leaf not in over]
-        if growing:
-            drawn = await thinker.extend(growing, [width] * len(growing))
-            tree.add(drawn, await thinker.rate(drawn))
+    outcomes: dict[Branch, Callable[[], None]] = {}  # back up what has come of leaves under way
+
+    def choose() -> list[Branch]:
+        """Back up what there is in its turn, choose other leaves, and return those that are to be extended."""
+        nonlocal iterations
+        chosen = []
+        while True:
+            # All that can be chosen is chosen before more is backed up: when values come, makes no difference.
+            if iterations > 0 and len(tree.under_way) < parallel and (leaf := tree.choose()) is not None:
+                iterations -= 1
+                if ended(leaf) or len(leaf.path) == len(root.path) + depth:
+                    outcomes[leaf] = partial(tree.back_up, leaf, leaf.note.mean)
+                else:
+                    chosen.append(leaf)
+            elif tree.under_way and tree.under_way[0] in outcomes:
+                outcomes.pop(tree.under_way.popleft())()
+            else:
+                return chosen
+
+    async def extend(leaf: Branch) -> None:
+        drawn = await thinker.extend([leaf], [width])
+        outcomes[leaf] = partial(tree.add, drawn, await thinker.rate(drawn))
+        for other in choose():
+            extensions.add(extend(other))
+
+    extensions = gather(*map(extend, choose()))
+    await extensions
     best = tree.most_visited()
     retain(tree.leaves(), [best])
     return await thinker.conclude([best])
@@ -114,6 +134,13 @@ class ConfidenceTree:
     root : Branch
     c : float
         Weight of what was seldom tried.
+
+    Attributes
+    ----------
+    below : dict of Branch to list of Branch
+        The thoughts drawn from each.
+    under_way : deque of Branch
+        Leaves that are chosen and not backed up, in the order of their choice; each is a visit of the lowest value.
     """
 
     def __init__(self, root: Branch, c: float) -> None:
@@ -122,25 +149,27 @@ class ConfidenceTree:
         self.c = c
         self.lowest = inf  # of all values
         self.below: dict[Branch, list[Branch]] = {}
+        self.under_way: deque[Branch] = deque()
 
-    def choose(self, count: int) -> list[Branch]:
-        """Choose up to `count` different leaves by upper bounds, each under the virtual losses of those before it."""
-        chosen: list[Branch] = []
+    def choose(self) -> Branch | None:
+        """Choose a leaf by upper bounds, which is then under way; None where all are."""
         losses: Counter[Branch] = Counter()
-        taken: set[Branch] = set()  # branches below which every leaf is chosen
-        while len(chosen) < count and self.root not in taken:
-            line = [self.root]
-            while line[-1] in self.below:
-                parent = line[-1]
-                free = [child for child in self.below[parent] if child not in taken]
-                bounds = self.upper_bounds(parent, free, losses)
-                line.append(free[bounds.index(max(bounds))])
+        taken: set[Branch] = set()  # branches below which every leaf is under way
+        for leaf in self.under_way:
+            line = leaf.lineage()[len(self.root.path) :]
             losses.update(line)
             for branch in reversed(line):
                 if taken.issuperset(self.below.get(branch, [])):
                     taken.add(branch)
-            chosen.append(line[-1])
-        return chosen
+        if self.root in taken:
+            return None
+        leaf = self.root
+        while leaf in self.below:
+            free = [child for child in self.below[leaf] if child not in taken]
+            bounds = self.upper_bounds(leaf, free, losses)
+            leaf = free[bounds.index(max(bounds))]
+        self.under_way.append(leaf)
+        return leaf
 
     def upper_bounds(self, parent: Branch, children: Sequence[Branch], losses: Mapping[Branch, int]) -> list[float]:
         """Return UCB1 of children, with ``losses[branch]`` more visits of the lowest value at each branch."""
