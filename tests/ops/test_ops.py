@@ -50,6 +50,8 @@ def test_packed_matrices_multiply_as_plain_ones(rows, dtype):
     weight, bias, x = torch.randn(24, 16).to(dtype), torch.randn(24).to(dtype), torch.randn(rows, 2, 16)[:, 0].to(dtype)
     packed = pack(weight)
     assert packed.shape == weight.shape and packed.dtype == dtype and pack(packed) is packed
+    known = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert packed.is_mkldnn == (torch.backends.mkldnn.is_available() and known)
     assert torch.equal(packed.to_dense() if packed.is_mkldnn else packed, weight)
     for offset in (None, bias):
         torch.testing.assert_close(linear(x, packed, offset), F.linear(x, weight, offset))

@@ -16,7 +16,7 @@ ROWS = 16
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Lay a matrix out anew where `linear` is faster then: float32 on a CPU, if PyTorch has oneDNN there.
+    """Lay a matrix out anew where `linear` is faster then: float32 or bfloat16 on a CPU, if PyTorch has oneDNN there.
 
     Else a product lays the matrix out each time, which takes up to three times as long as multiplying a few rows.
 
@@ -30,9 +30,11 @@ def pack(weight: Tensor) -> Tensor:
         Of the same shape and values, a copy; or `weight` itself. Few operations but `linear` know a packed one;
         ``to_dense`` gives the plain one back.
     """
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or weight.is_mkldnn or not torch.backends.mkldnn.is_available():
         return weight
-    if weight.is_mkldnn:
+    if weight.dtype != torch.float32 and not (
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
     return packed
