@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, log, sqrt
@@ -109,7 +109,7 @@ async def monte_carlo_tree_search(
                 else:
                     chosen.append(leaf)
             elif tree.under_way and tree.under_way[0] in outcomes:
-                outcomes.pop(tree.under_way.popleft())()
+                outcomes.pop(tree.land())()
             else:
                 return chosen
 
@@ -150,32 +150,43 @@ class ConfidenceTree:
         self.lowest = inf  # of all values
         self.below: dict[Branch, list[Branch]] = {}
         self.under_way: deque[Branch] = deque()
+        self._above = len(root.lineage()) - 1  # branches above the root
+        # Of each branch, with itself and all below it: leaves, and how many of them are under way.
+        self._num_leaves = Counter([root])
+        self._num_under_way: Counter[Branch] = Counter()
 
     def choose(self) -> Branch | None:
         """Choose a leaf by upper bounds, which is then under way; None where all are."""
-        losses: Counter[Branch] = Counter()
-        taken: set[Branch] = set()  # branches below which every leaf is under way
-        for leaf in self.under_way:
-            line = leaf.lineage()[len(self.root.path) :]
-            losses.update(line)
-            for branch in reversed(line):
-                if taken.issuperset(self.below.get(branch, [])):
-                    taken.add(branch)
-        if self.root in taken:
+        line = [self.root]
+        if self._is_taken(self.root):
             return None
-        leaf = self.root
-        while leaf in self.below:
-            free = [child for child in self.below[leaf] if child not in taken]
-            bounds = self.upper_bounds(leaf, free, losses)
-            leaf = free[bounds.index(max(bounds))]
-        self.under_way.append(leaf)
+        while line[-1] in self.below:
+            free = [child for child in self.below[line[-1]] if not self._is_taken(child)]
+            bounds = self.upper_bounds(line[-1], free)
+            line.append(free[bounds.index(max(bounds))])
+        self._num_under_way.update(line)
+        self.under_way.append(line[-1])
+        return line[-1]
+
+    def land(self) -> Branch:
+        """Return the leaf that was chosen first of those under way; it is so no longer."""
+        leaf = self.under_way.popleft()
+        self._num_under_way.subtract(self._line(leaf))
         return leaf
 
-    def upper_bounds(self, parent: Branch, children: Sequence[Branch], losses: Mapping[Branch, int]) -> list[float]:
-        """Return UCB1 of children, with ``losses[branch]`` more visits of the lowest value at each branch."""
-        tries, bounds = log(parent.note.visits + losses.get(parent, 0)), []
+    def _is_taken(self, branch: Branch) -> bool:
+        """Whether all leaves of a branch are under way."""
+        return self._num_under_way[branch] == self._num_leaves[branch]
+
+    def _line(self, branch: Branch) -> list[Branch]:
+        """Return the branches from the root down to one."""
+        return branch.lineage()[self._above :]
+
+    def upper_bounds(self, parent: Branch, children: Sequence[Branch]) -> list[float]:
+        """Return UCB1 of children, with a visit more of the lowest value for each leaf under way."""
+        tries, bounds = log(parent.note.visits + self._num_under_way[parent]), []
         for child in children:
-            lost, known = losses.get(child, 0), child.note
+            lost, known = self._num_under_way[child], child.note
             visits = known.visits + lost
             bounds.append((known.total + lost * self.lowest) / visits + self.c * sqrt(tries / visits))
         return bounds
@@ -184,14 +195,18 @@ class ConfidenceTree:
         """Take in new branches below known ones, and back up their values."""
         for thought, value in zip(thoughts, values, strict=True):
             assert thought.parent is not None, "a thought was forked off"
-            self.below.setdefault(thought.parent, []).append(thought)
+            siblings = self.below.setdefault(thought.parent, [])
+            if siblings:  # the first one is a leaf in the place of its parent
+                self._num_leaves.update(self._line(thought.parent))
+            siblings.append(thought)
+            self._num_leaves[thought] = 1
             thought.note = Statistics()
             self.back_up(thought, value)
 
     def back_up(self, branch: Branch, value: float) -> None:
         """Count a value at a branch and all above it up to the root."""
         self.lowest = min(self.lowest, value)
-        for ancestor in branch.lineage()[len(self.root.path) :]:
+        for ancestor in self._line(branch):
             ancestor.note.visits += 1
             ancestor.note.total += value
             ancestor.score = ancestor.note.mean
