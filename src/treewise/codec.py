@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,8 +20,29 @@ class Codec(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Return the token ids of `text`."""
 
-    def token_bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int, /) -> bytes:
         """Return the UTF-8 bytes that `token` stands for, none for a special token."""
+
+
+class TokenTexts(dict[int, bytes]):
+    """The bytes of tokens, each worked out when it is first asked for; after that a look-up costs no call of Python.
+
+    Parameters
+    ----------
+    write : callable
+        Gives the bytes of a token.
+    known : mapping of int to bytes
+        What needs no working out.
+    """
+
+    def __init__(self, write: Callable[[int], bytes], known: Mapping[int, bytes] | None = None) -> None:
+        super().__init__(known or {})
+        self._write = write
+
+    def __missing__(self, token: int) -> bytes:
+        """Work out the bytes of `token`."""
+        text = self[token] = self._write(token)
+        return text
 
 
 @runtime_checkable

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from treewise.codec import TokenTexts
 from treewise.config import ModelConfig
 from treewise.models.decoder import CausalLM
 
@@ -105,6 +106,7 @@ class NumberTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self._texts = TokenTexts(lambda token: f" {token}".encode())
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Read the numbers in `text`."""
@@ -114,6 +116,7 @@ class NumberTokenizer:
         """Write the numbers of tokens."""
         return b"".join(map(self.token_bytes, ids)).decode()
 
-    def token_bytes(self, token: int) -> bytes:
-        """Write the number of a token."""
-        return f" {token}".encode()
+    @property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """Writes the number of a token."""
+        return self._texts.__getitem__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
+
+from treewise.codec import TokenTexts
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -73,10 +75,11 @@ class Tokenizer:
         self._template_source = _default_template(settings.get("chat_template"))
         self._template: jinja2.Template | None = None
         self._add_bos, self._add_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
-        self._bytes = {  # of tokens, as far as they are known
-            number: b"" if token.special else token.content.encode()
-            for number, token in backend.get_added_tokens_decoder().items()
-        }
+        added = backend.get_added_tokens_decoder().items()
+        self._texts = TokenTexts(
+            lambda token: self._bytes_of(backend.id_to_token(token)),
+            {number: b"" if token.special else token.content.encode() for number, token in added},
+        )
         steps = backend.decoder.__getstate__() if backend.decoder else b""
         if b'"ByteLevel"' not in steps and b'"ByteFallback"' not in steps and b'"Metaspace"' not in steps:
             raise ValueError("the tokenizer is neither byte-level nor SentencePiece-like: its bytes cannot be told")
@@ -141,16 +144,14 @@ class Tokenizer:
         """Turn token ids into text; bytes that are no UTF-8 become U+FFFD, ids outside of the vocabulary nothing."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Give the exact bytes that a token stands for.
+    @property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """Gives the exact bytes that a token stands for.
 
         Special tokens, and ids that stand for nothing, give ``b""``. A text's tokens give its UTF-8 bytes when joined,
         except that vocabularies with a prefix space (Llama 2) begin with one space more.
         """
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._bytes_of(self._backend.id_to_token(token_id))
-        return known
+        return self._texts.__getitem__
 
     def _bytes_of(self, token: str | None) -> bytes:
         if token is None:
