@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -131,8 +132,8 @@ class Thinker:
         ]
         drawn = [thought for thought in longer if not ended(thought)]
         await generate(drawn, self.params.thought)
-        blank = [thought for thought in drawn if not thought.new.strip() and not ended(thought)]
-        await generate(blank, self.params.thought)
+        if blank := [thought for thought in drawn if not thought.new.strip() and not ended(thought)]:
+            await generate(blank, self.params.thought)
         return longer
 
     async def rate(self, chains: Sequence[Branch]) -> list[float]:
@@ -207,7 +208,19 @@ def ranked(chains: Iterable[Branch]) -> list[Branch]:
 
 def retain(chains: Iterable[Branch], kept: Collection[Branch]) -> None:
     """Prune the chains that are not kept, and the shorter ones that nothing goes on from any more."""
+    doomed: dict[Branch, None] = {}
+    lost: Counter[Branch] = Counter()  # children of each branch that are doomed
     for chain in chains:
-        while chain.alive and chain.parent is not None and not chain.children and chain not in kept:
-            chain.prune()
+        while (
+            chain.parent is not None
+            and chain.alive
+            and chain not in kept
+            and chain not in doomed
+            and lost[chain] == chain.num_children
+        ):
+            doomed[chain] = None
             chain = chain.parent
+            lost[chain] += 1
+    for chain in doomed:
+        if chain.parent not in doomed:  # what is below it goes with it
+            chain.prune()
