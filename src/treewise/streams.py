@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treewise.awaitables import Operation, generate
+from treewise.awaitables import Decode, Operation, generate
 from treewise.branch import Branch
 from treewise.config import SamplingParams
 from treewise.decoding import DecodeRun
@@ -13,17 +13,24 @@ from treewise.tasks import Task
 class StreamRun(DecodeRun):
     """Decodes one branch, and pauses whenever there is a piece of text that nothing can take back."""
 
-    sent = 0  # characters
     speculates = False  # a loop may be left at any piece, and the branch must be no longer than it is without guesses
+
+    def __init__(self, task: Task, operation: Decode, limits: Limits) -> None:
+        super().__init__(task, operation, limits)
+        [self._track] = self.tracks.values()
+        self._num_sent = 0  # characters
+        self._num_read = 0  # tokens
 
     def result(self) -> str | None:
         """Return the next piece; empty text once there will be no more, None while there is none yet."""
-        [track] = self.tracks.values()
-        settled = track.text.settled
-        if self.sent == len(settled):
-            return None if super().result() is None else ""
-        piece, self.sent = settled[self.sent :], len(settled)
-        return piece
+        text = self._track.text
+        if text.num_tokens > self._num_read:
+            self._num_read = text.num_tokens
+            settled = text.settled
+            if len(settled) > self._num_sent:
+                piece, self._num_sent = settled[self._num_sent :], len(settled)
+                return piece
+        return None if self.leaves and self.leaves[0].alive else ""
 
 
 class Piece(Operation[str]):
@@ -61,13 +68,14 @@ class Stream:
         self.branch = branch
         self.params = params
         self.run: StreamRun | None = None
+        self._piece = Piece(self)
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> str:
         """Decode until there is a piece."""
-        if piece := await Piece(self):
+        if piece := await self._piece:
             return piece
         raise StopAsyncIteration
 
