@@ -1,6 +1,9 @@
 """Time search programs on a CPU against the same programs over Transformers, which send the text anew for each node.
 
-    python benchmarks/search_against_transformers.py [--repeats 3] [--threads 2] [--out result.json]
+    python benchmarks/search_against_transformers.py [--prompt steps] [--repeats 3] [--threads 2] [--out result.json]
+
+Two prompts: `steps` has examples that are worked out in several lines, each of which is a thought; those of `line` are
+one line, so that most thoughts are whole answers and trees stay small.
 
 What a run of a strategy decoded and scored on treewise is done again by Transformers, in two ways:
 
@@ -34,18 +37,33 @@ from treewise.bench.shares import timed_parts
 from treewise.models.load import locate
 from treewise.search import STRATEGIES
 
-WORKED = """Question: A box holds {a} pencils. How many pencils are in {b} boxes?
+QUESTION = "Question: A pizza costs 9 dollars and a drink costs 3 dollars. What do 4 pizzas and 2 drinks cost?\nAnswer:"
+LINE = """Question: A box holds {a} pencils. How many pencils are in {b} boxes?
 Answer: One box holds {a} pencils. {b} boxes hold {a} times {b}, which is {c}. The answer is {c}.
 
 """
-QUESTION = "Question: A pizza costs 9 dollars and a drink costs 3 dollars. What do 4 pizzas and 2 drinks cost?\nAnswer:"
+STEPS = """Question: A box costs {a} dollars and a ruler costs {d} dollars. What do {b} boxes and a ruler cost?
+Answer:
+One box costs {a} dollars.
+{b} boxes cost {b} * {a} = {c} dollars.
+With the ruler that is {c} + {d} = {e} dollars.
+The answer is {e}.
+
+"""
+PROMPTS = {
+    "line": "".join(LINE.format(a=a, b=b, c=a * b) for a, b in ((12, 3), (7, 5), (20, 4), (9, 6), (15, 2))) + QUESTION,
+    "steps": "".join(
+        STEPS.format(a=a, b=b, c=a * b, d=d, e=a * b + d) for a, b, d in ((12, 3, 4), (7, 5, 2), (20, 4, 9))
+    )
+    + f"{QUESTION}\n",
+}
 RUNS = {
     "best_of_n": {"n": 16, "max_tokens": 24},
-    "tot": {"depth": 3, "width": 4, "beam": 3},
-    "mcts": {"iterations": 16},
+    "tot": {"depth": 3, "width": 4, "beam": 3, "answer_tokens": 24},
+    "mcts": {"iterations": 16, "answer_tokens": 24},
 }
 SEED = 1
-"""With it no strategy finds the first thoughts to be whole answers already, and so ends at once."""
+"""With it no strategy finds the first thoughts of `line` to be whole answers already, and so ends at once."""
 
 
 def together(calls: Sequence[Call]) -> list[Call]:
@@ -93,6 +111,7 @@ def shares(run: Callable[[], Any]) -> dict[str, float]:
 def main() -> None:
     """Run each strategy on both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt", choices=PROMPTS, default="steps")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--strategies", nargs="+", choices=RUNS, default=list(RUNS))
@@ -102,9 +121,7 @@ def main() -> None:
     logging.set_verbosity_error()
     llm = LLM("smollm2-135m", device="cpu", dtype="float32", enable_prefix_caching=False)
     theirs = AutoModelForCausalLM.from_pretrained(locate("smollm2-135m"), dtype=torch.float32).eval()
-    prompt = (
-        "".join(WORKED.format(a=a, b=b, c=a * b) for a, b in ((12, 3), (7, 5), (20, 4), (9, 6), (15, 2))) + QUESTION
-    )
+    prompt = PROMPTS[options.prompt]
     again(theirs, [Call(tuple(llm.tokenizer.encode(prompt)), 2)])  # warm
     rows = []
     for name in options.strategies:
@@ -129,6 +146,7 @@ def main() -> None:
         rows.append(
             {
                 "strategy": name,
+                "prompt": options.prompt,
                 "settings": RUNS[name],
                 "prompt_tokens": usage.prompt_tokens,
                 "nodes": len(nodes),
