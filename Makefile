@@ -13,6 +13,8 @@ WITH_LIBRARIES := $(VENV)/.with-libraries
 
 # Threads that wait by spinning slow each other down many times over where other programs want the same cores.
 export OMP_WAIT_POLICY ?= PASSIVE
+export MALLOC_MMAP_THRESHOLD_ ?= 33554432
+export MALLOC_TRIM_THRESHOLD_ ?= 268435456
 
 .PHONY: help demo test lint format clean
 
