@@ -375,8 +375,8 @@ def test_logits_that_are_not_numbers_fail_only_their_request():
     llm = tiny_llm(model)
     clean = tiny_model()
 
-    def forward(tokens, positions, attend, wanted=None):
-        hidden = type(clean).forward(clean, tokens, positions, attend, wanted)
+    def forward(tokens, positions, attend, wanted=None, see=None):
+        hidden = type(clean).forward(clean, tokens, positions, attend, wanted, see)
         bad = (tokens == 77) if wanted is None else (tokens == 77)[wanted]
         return hidden.masked_fill(bad[:, None], torch.nan)
 
