@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -16,10 +17,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from treewise import LLM, SamplingParams
 from treewise.bench import compare
 from treewise.bench.case import Case
 from treewise.bench.meter import Meter, Step, distinct_tokens
 from treewise.bench.runs import Watched, random_prompt
+from treewise.bench.shares import timed_parts
 from treewise.bench.steps import Weights, percentiles, summarise
 from treewise.bench.subject import Subject
 from treewise.bench.trees import visible_slots
@@ -297,6 +300,15 @@ def test_floors_and_shares():
     assert facts["of_floor"] == pytest.approx(0.6 / (3 * floor))
     assert facts["forward_of_floor"] == pytest.approx(0.15 / (3 * floor))
     assert percentiles([]) is None
+
+
+def test_all_products_and_attention_are_timed():
+    model = random_model(read_config(find_shape("tiny")), torch.float32, torch.device("cpu"))
+    llm = LLM(model, tokenizer=NumberTokenizer(model.config.vocab_size))
+    reads = count()
+    with timed_parts(lambda: next(reads)) as spent:  # each call takes one tick
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert spent == {"products": 2 * (4 * model.config.num_layers + 1), "attention": 2 * model.config.num_layers}
 
 
 def test_published_bytes_belong_to_whole_runs():

@@ -8,11 +8,14 @@ from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
-from treewise import layers, runner
+from treewise import layers, ops, runner
 from treewise.models import decoder
+from treewise.ops import products
 
 PARTS = (
     ("products", layers, "linear"),
+    ("products", ops, "linear"),
+    ("products", products, "linear"),
     ("products", decoder, "linear"),
     ("attention", runner, "run_plan"),
 )
