@@ -343,3 +343,13 @@ def test_models_and_env(capsys, monkeypatch, tmp_path):
 def test_version(capsys):
     main(["--version"])
     assert capsys.readouterr().out.strip()[0].isdigit()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_freed_memory_is_kept_unless_the_environment_says_otherwise(monkeypatch):
+    told = []
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(mallopt=lambda *option: told.append(option)))
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
+    main(["strategies"])
+    assert told == [(-3, 32 << 20)]
