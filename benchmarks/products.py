@@ -55,7 +55,7 @@ def measure(name: str, outputs: int, inputs: int, rows: int) -> dict[str, object
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     gated = name == "gate_up"
     if (kernels := of_few_rows(x, matrices[0], gated=gated)) is None:
-        raise SystemExit("device: this needs a GPU of compute capability 9.0 and Triton 3.6")
+        raise SystemExit(f"{rows} rows: this needs a GPU of compute capability 9.0, Triton 3.6 and 1 to 128 rows")
 
     def torch_call(weight: Tensor) -> Tensor:
         product = F.linear(x, weight)
@@ -73,6 +73,8 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,20,50,64,128")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU of compute capability 9.0; there is none here")
     results = []
     for rows in map(int, arguments.rows.split(",")):
         for name, (outputs, inputs) in LLAMA_8B.items():

@@ -32,7 +32,7 @@ _fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # 
 COLUMNS = gl.constexpr(64)
 """Inputs of a step: 128 bytes, which one row of a swizzled tile holds."""
 MOST_ROWS = 128
-"""Rows above which PyTorch's products, whose tiles are wider, are faster."""
+"""Rows of the widest tile; more are left to PyTorch."""
 SHARED_MEMORY, MOST_STAGES = 224 << 10, 12
 """Bytes of a multiprocessor for the steps that are under way at once; the most of these of a program."""
 AHEAD = 2
