@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from treewise.kv import KVManager, Slots
+from treewise.kv import Kept, KVManager, Slots
 from treewise.plan import TreeSpec
 from treewise.thicket import Ints, Shape, Thicket
 from treewise.tree import Node
@@ -279,10 +279,11 @@ class Batch:
         ]
         return np.concatenate([known, *parts, *(growth.slot[rows] for growth, rows in self.growths)], dtype=np.int64)
 
-    def tree_spec(self, kv: KVManager) -> tuple[TreeSpec, Slots]:
-        """Return the forest that the rows see, and the slot of each of its tokens.
+    def tree_spec(self, kv: KVManager, layer: int = 0) -> tuple[TreeSpec, Slots]:
+        """Return the forest that the rows see, and the slot of each of its tokens, as `layer` holds them.
 
         Nodes come parents first, in the order in which the rows reach them, each cut to what has keys after this step.
+        Slots are those of `KVManager.slots`.
         """
         shapes = [(growth, growth.shape(rows)) for growth, rows in self.growths]
         bases = [
@@ -299,10 +300,12 @@ class Batch:
                 node = node.parent
             for node in reversed(path):
                 place[node] = len(place)
-        lengths = [self.computed(node) for node in place]
+        own = [kv.slots(node, layer)[: self.computed(node)] for node in place]
         starts = np.array([span.start for span in self.spans], np.int64)
         parents = [np.array([-1 if node.parent is None else place[node.parent] for node in place], np.int64)]
         nodes = [np.repeat(np.array([place[span.node] for span in self.spans], np.int64), self._lengths())]
+        if kv.kept:  # whoever asks in a node that has given up keys stands at its end
+            starts += [len(own[place[s.node]]) - s.end if s.node in kv.kept else 0 for s in self.spans]
         offsets = [np.repeat(starts, self._lengths()) + self._within_spans() + self.grown]
         num_nodes = len(place)
         for growth, shape in shapes:
@@ -317,15 +320,24 @@ class Batch:
             [(_, shape)] = shapes
             if shape.below is not None:
                 below = np.concatenate([num_nodes - 1 - np.arange(len(place)), shape.below])
+        lengths = np.array([len(slots) for slots in own], np.int64)
         spec = TreeSpec(
             parent=np.concatenate(parents),
-            length=np.concatenate([np.array(lengths, np.int64), *(shape.length for _, shape in shapes)]),
+            length=np.concatenate([lengths, *(shape.length for _, shape in shapes)]),
             query_node=np.concatenate(nodes),
             query_offset=np.concatenate(offsets),
             below=below,
         )
-        own = [kv.slots(node)[:length] for node, length in zip(place, lengths, strict=True)]
-        return spec, np.concatenate([*own, *(shape.slots.astype(np.int32) for _, shape in shapes)])
+        drawn = [shape.slots.astype(np.int32) + np.int32(layer * kv.pool.num_slots) for _, shape in shapes]
+        return spec, np.concatenate([*own, *drawn])
+
+    def kept(self, kv: KVManager) -> list[Kept]:
+        """Return what is kept of the nodes that the rows see, where that is not everything."""
+        if not kv.kept:
+            return []
+        ends = [*(span.node for span in self.spans), *(base for growth, _ in self.growths for base in growth.bases)]
+        roots = dict.fromkeys(kv.forest.path(end)[0] for end in ends)
+        return [kv.kept[root] for root in roots if root in kv.kept]
 
     @property
     def _num_span_rows(self) -> int:

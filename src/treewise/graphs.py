@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from treewise.attention import Plan
 
-Plans = Mapping[int | None, Plan]
-"""The plan of each sliding window that the model's layers have; ``None`` is full attention."""
+
+
+class Kind(NamedTuple):
+    """Layers that share a plan.
+
+    Attributes
+    ----------
+    window : int or None
+        Their sliding window; None is full attention.
+    first : int
+        They are the layers of this window from the first up to the next kind's first. The plan's slots are numbered
+        from that layer's part of the pool on, see `treewise.kv.kept.Kept.slots_from`.
+    """
+
+    window: int | None
+    first: int = 0
+
+
+Plans = Mapping[Kind, Plan]
+"""The plan of each kind of layers."""
 Compute = Callable[..., Tensor]
 """A forward: tokens, positions, slots and perhaps more of the rows, each int64 [rows], and plans; gives a tensor
 [rows, hidden]."""
@@ -47,13 +65,14 @@ class StepGraph:
         device = next(iter(plans.values())).device
         self._inputs = torch.zeros((num_inputs, rows), dtype=torch.int64, device=device)
         self._inputs[2] = spare_slot
-        self._buffers = {window: PlanBuffers(plan, rows) for window, plan in plans.items()}
-        fixed = {window: buffers.plan for window, buffers in self._buffers.items()}
+        self._buffers = {kind: PlanBuffers(plan, rows) for kind, plan in plans.items()}
+        fixed = {kind: buffers.plan for kind, buffers in self._buffers.items()}
         self._replay, self._hidden = capture(lambda: compute(*self._inputs, fixed))
 
     def fits(self, plans: Plans) -> bool:
         """Whether the graph can run these plans."""
-        return all(self._buffers[window].misfit(plan) is None for window, plan in plans.items())
+        alike = self._buffers.keys() == plans.keys()
+        return alike and all(self._buffers[kind].misfit(plan) is None for kind, plan in plans.items())
 
     def run(self, inputs: Tensor, plans: Plans) -> Tensor:
         """Run a step.
@@ -71,8 +90,8 @@ class StepGraph:
             What `compute` gives for the rows [rows, hidden]; the next run of any graph ends it.
         """
         if plans is not self._plans:
-            for window, plan in plans.items():
-                self._buffers[window].load(plan)
+            for kind, plan in plans.items():
+                self._buffers[kind].load(plan)
             self._plans = plans
         rows = inputs.shape[1]
         self._inputs[:, :rows] = inputs

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treewise.attention import AttentionSpec, TreeSpec, get_backend, plan_tree, run_plan
+from treewise.attention import AttentionSpec, Plan, TreeSpec, get_backend, plan_tree, run_plan
 from treewise.batch import Batch
-from treewise.graphs import GraphCache, Plans
-from treewise.kv import Copy, KVManager, Slots
+from treewise.graphs import GraphCache, Kind, Plans
+from treewise.kv import Copy, Kept, KVManager, Slots
 from treewise.models import CausalLM
 from treewise.ops import Heads, rotate_and_store
 from treewise.plan.data import upload_together
+from treewise.sparsity.observation import Seen
 from treewise.stems import StemPlanner
 from treewise.thicket import Ints
 
@@ -127,8 +128,8 @@ class Runner:
 
     def kv_bytes(self, plans: Plans) -> int:
         """Return the bytes of keys and values that a forward under `plans` reads."""
-        windows = self.model.config.layer_windows
-        return sum(plan.io(layers=windows.count(window)).kv for window, plan in plans.items())
+        layers = Counter(map(partial(self._kind, plans), range(len(self.k))))
+        return sum(plan.io(layers=layers[kind]).kv for kind, plan in plans.items())
 
     def kv_bytes_of_paths(self, lengths: Sequence[int]) -> list[int]:
         """Return the bytes of keys and values that one query at the end of each of so many tokens has to read."""
@@ -146,23 +147,30 @@ class Runner:
             if planned() is batch and batch.grown == grown + 1 and self._have_room(plans):
                 slots = batch.store_slots(kv)
                 with torch.inference_mode():
-                    for plan in plans.values():
-                        plan.grow(slots)
+                    for kind, plan in plans.items():
+                        plan.grow(slots + kind.first * kv.pool.num_slots)
                 self._planned = planned, batch.grown, plans
                 return plans
         # A captured graph keeps what the last plan that it ran has on the device: no other goes on.
         self._planned = None
+        kept = batch.kept(kv)
         if self.stems is not None:
-            if (stems := batch.stems()) is not None:
+            if not kept and (stems := batch.stems()) is not None:
                 return self.stems.plan(stems, kv)
             self.stems.forget()
-        plans = self._plan(*batch.tree_spec(kv), room=self.room if batch.can_grow else 0)
+        room = self.room if batch.can_grow else 0
+        if kept:
+            plans = {
+                kind: self._plan_kind(kind, *batch.tree_spec(kv, kind.first), room=room) for kind in self._kinds(kept)
+            }
+        else:
+            plans = self._plan(*batch.tree_spec(kv), room=room)
         self._planned = ref(batch), batch.grown, plans
         return plans
 
     def plan_ahead(self, batch: Batch, kv: KVManager) -> None:
         """Plan what may come behind `batch` while the device computes that, if it would take time later."""
-        if self.stems is not None and (stems := batch.stems()) is not None:
+        if self.stems is not None and not batch.kept(kv) and (stems := batch.stems()) is not None:
             self.stems.plan_ahead(stems, kv)
 
     @torch.inference_mode()
@@ -173,6 +181,7 @@ class Runner:
         kv: KVManager,
         drawn: Tensor | None = None,
         see: Callable[[Tensor], None] | None = None,
+        seen: Sequence[Seen] = (),
     ) -> Tensor:
         """Compute `batch` and store the keys of its rows; nothing waits for the device.
 
@@ -185,18 +194,22 @@ class Runner:
             Tokens that the host does not know: ``-1 - i`` in the batch stands for the ``i``-th.
         see : callable, optional
             Called with what comes before the output head, see `hidden`; the next forward overwrites it.
+        seen : sequence of Seen
+            Who takes queries of the rows.
 
         Returns
         -------
         Tensor
             Logits of ``batch.logit_rows`` [logit rows, vocabulary], see `CausalLM.logits`.
         """
-        hidden = self.hidden(batch, plans, kv, drawn)
+        hidden = self.hidden(batch, plans, kv, drawn, seen)
         if see is not None:
             see(hidden)
         return self.model.logits(hidden)
 
-    def hidden(self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None, seen: Sequence[Seen] = ()
+    ) -> Tensor:
         """Do what `forward` does up to the output head, whose rows [logit rows, hidden] this returns."""
         tokens, slots = batch.tokens(), batch.store_slots(kv)
         parts: list[Ints] = [np.concatenate((tokens, batch.positions(), slots))]
@@ -219,11 +232,12 @@ class Runner:
         for plan in unsent:
             plan.receive(there)
         self._move(copies, there)
-        hidden = self.graphs.run(rows, plans) if self.graphs is not None and batch.is_decoding else None
+        replays = self.graphs is not None and batch.is_decoding and not seen
+        hidden = self.graphs.run(rows, plans) if self.graphs is not None and replays else None
         if hidden is None:
             if not self.watchers:
-                return self._compute(rows[0], rows[1], rows[2], plans, wanted)
-            hidden = self._compute(rows[0], rows[1], rows[2], plans)
+                return self._compute(rows[0], rows[1], rows[2], plans, wanted, seen)
+            hidden = self._compute(rows[0], rows[1], rows[2], plans, None, seen)
         for watch in self.watchers:
             watch(slots, hidden)
         return hidden if wanted is None else hidden.index_select(0, wanted)
@@ -248,17 +262,32 @@ class Runner:
             raw.index_copy_(1, move.target_there, raw.index_select(1, move.source_there))
 
     def _compute(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, plans: Plans, wanted: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plans: Plans,
+        wanted: Tensor | None = None,
+        seen: Sequence[Seen] = (),
     ) -> Tensor:
         """Compute rows up to the output head; gives those that are wanted, all of them by default."""
         config = self.model.config
-        windows, scale, soft_cap = config.layer_windows, config.attention_scale, config.attention_soft_cap
+        scoring = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
         pools = list(zip(self.k.unbind(), self.v.unbind(), strict=True))  # of the layers
+        kinds = [self._kind(plans, layer) for layer in range(len(pools))]
 
         def attend(layer: int, heads: Heads) -> Tensor:
             k, v = pools[layer]
             q = rotate_and_store(heads, k, v, slots)
-            return cast(Tensor, run_plan(plans[windows[layer]], q, k, v, scale=scale, soft_cap=soft_cap))
+            kind = kinds[layer]
+            if kind.first:
+                k, v = self._from_layer(layer - kind.first)
+            if not seen:
+                return cast(Tensor, run_plan(plans[kind], q, k, v, **scoring))
+            out, lse = run_plan(plans[kind], q, k, v, **scoring, return_lse=True)
+            for each in seen:
+                each.take(layer, q, lse)
+            return out
 
         inner: dict[int, Tensor] = {}
         see = {layer: partial(inner.__setitem__, layer) for tap in self.taps for layer in tap.layers}
@@ -267,26 +296,46 @@ class Runner:
             tap.take(slots, torch.cat([inner[layer] for layer in tap.layers], dim=-1))
         return hidden
 
+    def _from_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of `layer` and those behind it as one pool [slots, kv_heads, head_dim]."""
+        return self.k[layer:].flatten(0, 1), self.v[layer:].flatten(0, 1)
+
+    def _kinds(self, kept: Sequence[Kept]) -> list[Kind]:
+        """Return the kinds of layers of which each keeps as much as the others of its kind, of each of these."""
+        windows = self.model.config.layer_windows
+        firsts = {first for each in kept for first in each.firsts}
+        turns = (layer for layer in range(1, len(windows)) if windows[layer] != windows[layer - 1])
+        return [Kind(windows[first], first) for first in sorted(firsts.union(turns))]
+
+    def _kind(self, plans: Plans, layer: int) -> Kind:
+        """Return the kind of `layer` among those that there are plans for."""
+        window = self.model.config.layer_windows[layer]
+        return max(kind for kind in plans if kind.window == window and kind.first <= layer)
+
     def _plan(self, spec: TreeSpec, slots: Slots | None, open_tokens: int = 0, *, room: int) -> Plans:
+        """Plan for layers that all hold the same."""
+        kinds = map(Kind, set(self.model.config.layer_windows))
+        return {kind: self._plan_kind(kind, spec, slots, open_tokens, room=room) for kind in kinds}
+
+    def _plan_kind(
+        self, kind: Kind, spec: TreeSpec, slots: Slots | None, open_tokens: int = 0, *, room: int
+    ) -> Plan:
         config = self.model.config
-        return {
-            window: plan_tree(
-                spec,
-                self.attention,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                slots=slots,
-                page_size=self.page_size,
-                dtype=self.dtype,
-                kv_dtype=self.kv_dtype,
-                device=self.device,
-                window=window,
-                room=room,
-                open_tokens=open_tokens,
-            )
-            for window in set(config.layer_windows)
-        }
+        return plan_tree(
+            spec,
+            self.attention,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            slots=slots,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            device=self.device,
+            window=kind.window,
+            room=room,
+            open_tokens=open_tokens,
+        )
 
     @staticmethod
     def _have_room(plans: Plans) -> bool:

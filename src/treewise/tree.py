@@ -32,9 +32,22 @@ class Node:
         When a branch last let go of this node, counted in such events; the order of eviction.
     namespace : str
         Whose tree this is: prompts find prefixes of their own namespace only.
+    sealed : bool
+        Whether it stays as it is, though it may have a single holder: not all of its tokens have keys everywhere.
     """
 
-    __slots__ = ("children", "computed", "holders", "id", "last_used", "namespace", "parent", "start", "tokens")
+    __slots__ = (
+        "children",
+        "computed",
+        "holders",
+        "id",
+        "last_used",
+        "namespace",
+        "parent",
+        "sealed",
+        "start",
+        "tokens",
+    )
 
     def __init__(self, node_id: int, parent: Node | None, tokens: list[int], start: int, namespace: str) -> None:
         self.id = node_id
@@ -46,6 +59,7 @@ class Node:
         self.holders = 0
         self.last_used = 0
         self.namespace = namespace
+        self.sealed = False
 
     @property
     def end(self) -> int:
@@ -119,7 +133,7 @@ class Forest:
         Node
             The node that now ends in `tokens`. The caller moves its hold when this is not `tip`.
         """
-        if tip is None or tip.children or tip.holders != 1:
+        if tip is None or tip.children or tip.holders != 1 or tip.sealed:
             return self.add(tip, tokens, namespace)
         tip.tokens.extend(tokens)
         return tip
@@ -135,10 +149,12 @@ class Forest:
         Raises
         ------
         ValueError
-            If `at` does not lie strictly inside the node.
+            If `at` does not lie strictly inside the node, or the node is sealed.
         """
         if not 0 < at < len(node.tokens):
             raise ValueError(f"at: a node of {len(node.tokens)} tokens cannot be cut before token {at}")
+        if node.sealed:
+            raise ValueError(f"node: {node} is sealed")
         upper = Node(next(self._ids), node.parent, node.tokens[:at], node.start, node.namespace)
         upper.computed = min(node.computed, at)
         upper.last_used = node.last_used
@@ -158,9 +174,9 @@ class Forest:
         Raises
         ------
         ValueError
-            If somebody holds the node or it has not exactly one child.
+            If somebody holds the node, it has not exactly one child, or it is sealed.
         """
-        if upper.holders or len(upper.children) != 1:
+        if upper.holders or len(upper.children) != 1 or upper.sealed:
             raise ValueError(f"upper: {upper} does not end in its only child alone")
         [node] = upper.children
         siblings = self._siblings(upper)

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from treewise.kv.contiguous import ContiguousPool
+from treewise.kv.kept import Kept, num_pages
 from treewise.kv.paged import PagedPool
 from treewise.kv.pool import Copy, OutOfSlots, SlotPool, Slots
 from treewise.tree import Forest, Node
@@ -19,6 +20,8 @@ from treewise.tree import Forest, Node
 Taken = TypeVar("Taken")
 
 POOLS = ("paged", "contiguous")
+SEALED = "\0"
+"""Stands between a namespace and what decides on the keys that its sealed nodes keep."""
 
 
 def make_pool(kind: str, num_slots: int, page_size: int) -> SlotPool:
@@ -74,6 +77,8 @@ class KVManager:
     Attributes
     ----------
     statistics : CacheStatistics
+    kept : dict of Node to Kept
+        Sealed nodes whose layers hold some of their tokens only; the other nodes have a slot a token, in all layers.
     """
 
     def __init__(self, forest: Forest, pool: SlotPool, enable_prefix_caching: bool = True) -> None:
@@ -81,6 +86,7 @@ class KVManager:
         self.pool = pool
         self.enable_prefix_caching = enable_prefix_caching
         self.statistics = CacheStatistics()
+        self.kept: dict[Node, Kept] = {}
         self._clock = count(1)
 
     @property
@@ -90,35 +96,53 @@ class KVManager:
 
     def num_evictable(self) -> int:
         """Return how many tokens of cached prefixes would make room (their last pages may be larger)."""
-        return sum(len(self.pool.slots(node)) for node in self._evictable())
+        return sum(self._held(node) for node in self._evictable())
 
-    def slots(self, node: Node) -> Slots:
-        """Return the slots of `node`'s tokens, int32 [tokens]."""
-        return self.pool.slots(node)
+    def slots(self, node: Node, layer: int = 0) -> Slots:
+        """Return the slots of the tokens of `node` that `layer` holds, int32 [tokens]; see `Kept.slots_from`."""
+        if (kept := self.kept.get(node)) is not None:
+            return kept.slots_from(layer)
+        slots = self.pool.slots(node)
+        return slots + np.int32(layer * self.pool.num_slots) if layer else slots
 
     def path_slots(self, tip: Node) -> Slots:
-        """Return the slots of all tokens on the path to `tip`, int32."""
-        return np.concatenate([self.pool.slots(node) for node in self.forest.path(tip)])
+        """Return the slots of all tokens on the path to `tip`, int32; each layer holds all of them."""
+        path = self.forest.path(tip)
+        assert not self.kept or path[0] not in self.kept, f"{path[0]} has given up keys"
+        return np.concatenate([self.pool.slots(node) for node in path])
 
     def hold(self, node: Node) -> Node:
         """Count one more branch that ends in `node`."""
         node.holders += 1
         return node
 
-    def match(self, tokens: Sequence[int], namespace: str = "") -> Node | None:
+    def match(self, tokens: Sequence[int], namespace: str = "", most: int | None = None) -> Node | None:
         """Return the node where the longest known prefix of `tokens` ends, cutting one if need be.
 
-        A prefix may be matched at any token and while its keys are still being computed. None when caching is off or
-        nothing is known in `namespace`.
+        A prefix may be matched at any token and while its keys are still being computed, `most` tokens of it at most.
+        None when caching is off or nothing is known in `namespace`.
         """
         if not self.enable_prefix_caching:
             return None
-        node, inside, matched = self.forest.match(tokens, namespace)
+        node, inside, matched = self.forest.match(tokens[:most], namespace)
         self.statistics.queries += 1
         self.statistics.hits += matched > 0
         self.statistics.query_tokens += len(tokens)
         self.statistics.hit_tokens += matched
         return None if node is None else self.cut(node, inside)
+
+    def match_whole(self, tokens: Sequence[int], namespace: str, key: str) -> Node | None:
+        """Return the node that holds what was kept of just these tokens, see `seal`, if there is one."""
+        if not self.enable_prefix_caching:
+            return None
+        node, _, matched = self.forest.match(tokens, namespace + SEALED + key)
+        hit = node if matched == len(tokens) and node in self.kept and node.end == matched else None
+        self.statistics.queries += 1
+        self.statistics.query_tokens += len(tokens)
+        if hit is not None:
+            self.statistics.hits += 1
+            self.statistics.hit_tokens += matched
+        return hit
 
     def cut(self, node: Node, at: int) -> Node:
         """Return a node that ends after the first `at` tokens of `node`; splits it unless `at` is its length."""
@@ -129,12 +153,56 @@ class KVManager:
         return upper
 
     def prefix(self, tip: Node, length: int) -> Node:
-        """Return the node in which the first `length` tokens of the path to `tip` end, cutting one if need be."""
+        """Return the node in which the first `length` tokens of the path to `tip` end, cutting one if need be.
+
+        A sealed node is not cut: what ends inside it begins a path of its own, with keys of its own.
+        """
         node = tip
         while node.start >= length:
             assert node.parent is not None, "a path starts at 0"
             node = node.parent
+        if node.sealed and length < node.end:
+            tokens, namespace = node.tokens[:length], node.namespace.partition(SEALED)[0]
+            known = self.match(tokens, namespace)
+            start = 0 if known is None else known.end
+            return known if known and start == length else self.forest.add(known, tokens[start:], namespace)
         return self.cut(node, length - node.start)
+
+    def seal(self, tokens: Sequence[int], namespace: str, key: str) -> Node:
+        """Return a new node for the whole path `tokens`, which will keep some of its keys only; see `keep`.
+
+        Others find it by `match_whole`; `key` says what else decides on what it keeps.
+        """
+        node = self.forest.add(None, tokens, namespace + SEALED + key)
+        node.sealed = True
+        return node
+
+    def keep(self, node: Node, counts: Sequence[int]) -> Kept | None:
+        """Give a sealed node slots for as many tokens as each layer keeps, in the place of those it has.
+
+        Returns
+        -------
+        Kept or None
+            None if there is no room even without its own slots and cached prefixes: it has no keys at all then.
+        """
+        self.pool.shrink(node, 0)
+        node.computed = 0
+        self.forest.version += 1
+        size = self.pool.page_size
+        wanted = num_pages(counts, size) * size
+        try:
+            lent = self.lend(wanted)
+        except OutOfSlots:
+            return None
+        kept = self.kept[node] = Kept.within(lent, counts, self.pool.num_slots, size)
+        node.computed = len(node.tokens)
+        return kept
+
+    def release(self, node: Node) -> None:
+        """Take back what a sealed node has kept."""
+        self.take_back(self.kept.pop(node).lent)
+        node.computed = 0
+        self.forest.version += 1
 
     def extend(self, node: Node, length: int) -> None:
         """Give the first `length` tokens of `node` slots, evicting idle cached prefixes if need be.
@@ -214,7 +282,8 @@ class KVManager:
             if node is not None and node not in gone:
                 left[node] = None
         for node in left:
-            if not node.holders and len(node.children) == 1 and self.pool.join(node, node.children[0]):
+            lone = not node.holders and len(node.children) == 1 and not node.sealed
+            if lone and self.pool.join(node, node.children[0]):
                 self.forest.join(node)
 
     def shorten(self, node: Node, length: int) -> None:
@@ -262,8 +331,12 @@ class KVManager:
         self.pool.check_integrity(self.forest)
         for node in self.forest:
             length = len(self.pool.slots(node))
+            if node in self.kept:
+                assert node.sealed and not length and node.computed == len(node.tokens), f"{node} keeps too much"
+                continue
             assert node.computed <= length <= len(node.tokens), f"{node} has {length} slots"
             assert not node.idle or node.computed == len(node.tokens), f"{node} is idle and not a cached prefix"
+        assert self.kept.keys() <= set(self.forest), "a node that left the forest still keeps tokens"
 
     def _with_room(self, take: Callable[[], Taken], num_slots: int) -> Taken:
         """Return what `take` takes from the pool, evicting idle cached prefixes if need be."""
@@ -278,6 +351,10 @@ class KVManager:
         """Make a cached prefix of the idle `node`, if that lies within the first `keep` tokens and has keys."""
         if not self.enable_prefix_caching:
             return False
+        if node.sealed or self.kept:
+            root = self.forest.path(node)[0]
+            if root.sealed:  # what was computed behind keys that were given up is of no use to others
+                return node in self.kept and node.end <= keep
         if node.end > keep:
             if node.start < keep:
                 self.cut(node, keep - node.start)  # its first part is looked at next
@@ -289,8 +366,15 @@ class KVManager:
         return node.computed > 0
 
     def _remove(self, node: Node) -> None:
+        if node in self.kept:
+            self.release(node)
         self.pool.shrink(node, 0)
         self.forest.remove(node)
+
+    def _held(self, node: Node) -> int:
+        """Return how many slots `node` holds, those of its last page that it does not use not always included."""
+        kept = self.kept.get(node)
+        return len(self.pool.slots(node) if kept is None else kept.lent)
 
     def _evictable(self) -> Iterable[Node]:
         """Yield the nodes that would become idle if idle nodes were removed bottom-up."""
@@ -355,6 +439,8 @@ class Preemption:
         target = before + max(num_slots, self.kv.num_slots // 64)
         while self._spare and (missing := target - pool.num_free) > 0:
             node = self._spare[0]
+            if node in self.kv.kept:
+                self.kv.release(node)
             left = max(0, len(pool.slots(node)) - missing) // pool.page_size * pool.page_size
             pool.shrink(node, left)
             node.computed = min(node.computed, left)

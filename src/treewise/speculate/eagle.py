@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treewise.attention import TreeSpec, plan_tree, run_plan
 from treewise.batch import Batch
-from treewise.graphs import GraphCache, Plans
+from treewise.graphs import GraphCache, Kind, Plans
 from treewise.kv import KVManager, Slots
 from treewise.layers import Linear
 from treewise.ops import Heads, rotate_and_store
@@ -135,7 +135,7 @@ class EagleDrafter:
 
         def attend(layer: int, heads: Heads) -> Tensor:
             q = rotate_and_store(heads, self.k, self.v, slots)
-            plan = plans[config.layer_windows[layer]]
+            plan = plans[Kind(config.layer_windows[layer])]
             return cast(Tensor, run_plan(plan, q, self.k, self.v, scale=config.attention_scale))
 
         return cast(Tensor, self.head(tokens, self.features.states[before], positions, attend))
@@ -156,7 +156,7 @@ class EagleDrafter:
             device=engine.device,
             window=window,
         )
-        return {window: plan}
+        return {Kind(window): plan}
 
     @staticmethod
     def _verified(stem: Stem, kv: KVManager) -> int:

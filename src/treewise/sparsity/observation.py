@@ -1,0 +1,70 @@
+"""The last queries of a prompt, kept while its chunks are computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Observation:
+    """The queries at the last positions of a path in all layers, with the LSE of each.
+
+    Parameters
+    ----------
+    num_layers, num_heads, head_dim : int
+    first, end : int
+        The positions are ``first`` to ``end - 1``.
+    dtype : torch.dtype
+        Of the queries.
+    device : torch.device
+
+    Attributes
+    ----------
+    queries : Tensor [layers, positions, heads, head_dim]
+        Rotated.
+    lse : Tensor [layers, positions, heads], float32
+        Over all that each query saw.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        first: int,
+        end: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.first = first
+        self.end = end
+        self.queries = torch.zeros(num_layers, end - first, num_heads, head_dim, dtype=dtype, device=device)
+        self.lse = torch.zeros(num_layers, end - first, num_heads, dtype=torch.float32, device=device)
+
+    @property
+    def positions(self) -> Tensor:
+        """Of the queries, int64."""
+        return torch.arange(self.first, self.end, device=self.queries.device)
+
+
+class Seen(NamedTuple):
+    """Rows of a step whose queries an observation takes.
+
+    Attributes
+    ----------
+    observation : Observation
+    rows, places : Tensor [rows], int64
+        The rows of the step, and where their queries go.
+    """
+
+    observation: Observation
+    rows: Tensor
+    places: Tensor
+
+    def take(self, layer: int, q: Tensor, lse: Tensor) -> None:
+        """Take them from those of all rows of `layer`: `q` [rows, heads, head_dim], `lse` [rows, heads]."""
+        observation = self.observation
+        observation.queries[layer].index_copy_(0, self.places, q.index_select(0, self.rows))
+        observation.lse[layer].index_copy_(0, self.places, lse.index_select(0, self.rows))
