@@ -1,0 +1,281 @@
+"""How many tokens each layer keeps, and each head of a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from treewise.config import check_integer, check_number
+from treewise.sparsity.select import ranked
+
+
+class Allocator(Protocol):
+    """Spreads a budget over layers, and a layer's over its KV heads.
+
+    Attributes
+    ----------
+    per_head : bool
+        Whether the heads of a layer may keep different numbers of tokens.
+    """
+
+    @property
+    def per_head(self) -> bool: ...  # noqa: D102
+
+    def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
+        """Return how many tokens each layer keeps: together exactly ``num_layers * min(budget, tokens)``.
+
+        Parameters
+        ----------
+        tokens : int
+            How many there are; a layer keeps no more.
+        budget : int
+            Of a layer, in the mean, at least `least`.
+        num_layers : int
+        least : int
+            What a layer keeps whatever happens, at most `tokens`: the recent window and the sinks.
+        """
+
+    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+        """Return how many tokens each KV head of a layer keeps: together exactly ``kv_heads * budget``.
+
+        Parameters
+        ----------
+        scores : Tensor [kv_heads, tokens], float32
+            Of the tokens that may go; infinite where they have to stay.
+        budget : int
+            Of a head, in the mean.
+        layer : int
+            Which of the layers it is.
+        """
+
+
+def round_to(total: int, shares: Sequence[float]) -> list[int]:
+    """Round shares that sum to `total` so that they still do, by the largest-remainder method; lower indices first.
+
+    >>> round_to(10, [3.5, 3.5, 3.0])
+    [4, 3, 3]
+    """
+    whole = [math.floor(share) for share in shares]
+    order = sorted(range(len(shares)), key=lambda index: whole[index] - shares[index])
+    for index in order[: total - sum(whole)]:
+        whole[index] += 1
+    return whole
+
+
+def spread(total: int, weights: Sequence[float], low: int, high: int) -> list[int]:
+    """Share `total` out in proportion to positive weights, each share a whole number from `low` to `high`.
+
+    >>> spread(10, [5, 3, 1, 1], low=1, high=4)
+    [4, 4, 1, 1]
+    """
+    shares = [float(low)] * len(weights)
+    open_ones = set(range(len(weights)))
+    while open_ones:
+        # Whoever is pushed over a bound in the direction of the larger surplus stays there; the others share again.
+        left = total - sum(share for index, share in enumerate(shares) if index not in open_ones)
+        weight = sum(weights[index] for index in open_ones)
+        wanted = {index: left * weights[index] / weight for index in open_ones}
+        above = {index for index in open_ones if wanted[index] > high}
+        below = {index for index in open_ones if wanted[index] < low}
+        surplus = sum(wanted[index] - high for index in above) - sum(low - wanted[index] for index in below)
+        bound = above if surplus >= 0 and above else below
+        if not bound:
+            for index in open_ones:
+                shares[index] = wanted[index]
+            break
+        for index in bound:
+            shares[index] = high if bound is above else low
+        open_ones -= bound
+    return round_to(total, shares)
+
+
+class EvenHeads:
+    """The part of an allocator whose heads all keep the same number of tokens."""
+
+    per_head: ClassVar[bool] = False
+
+    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+        """See `Allocator.heads`."""
+        return [budget] * len(scores)
+
+
+@dataclass(frozen=True)
+class Full(EvenHeads):
+    """Every layer keeps everything, whatever the budget."""
+
+    def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
+        """See `Allocator.layers`."""
+        return [tokens] * num_layers
+
+
+@dataclass(frozen=True)
+class Uniform(EvenHeads):
+    """Every layer keeps the same."""
+
+    def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
+        """See `Allocator.layers`."""
+        return [min(tokens, budget)] * num_layers
+
+
+@dataclass(frozen=True)
+class Pyramid(EvenHeads):
+    """Less from layer to layer, on a straight line.
+
+    PyramidKV (Cai et al., 2024, arXiv 2406.02069). Of what may go, ``C = budget - least`` of ``N = tokens - least``,
+    the last layer keeps ``m = C / beta`` and the first ``M = 2 C - m``; where that is more than there is, ``M = N`` and
+    ``m = 2 C - N``. Shares are rounded together, not each by itself, so that small budgets are not overspent.
+
+    Attributes
+    ----------
+    beta : float
+        How steep it is, at least 1, which is flat.
+    """
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, 1, math.inf)
+
+    def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
+        """See `Allocator.layers`."""
+        available, mean = tokens - least, budget - least
+        if mean >= available or num_layers == 1:
+            return [min(tokens, budget)] * num_layers
+        first = min(2 * mean - mean / self.beta, available)
+        step = 2 * (first - mean) / (num_layers - 1)
+        line = round_to(num_layers * mean, [first - layer * step for layer in range(num_layers)])
+        return [least + share for share in line]
+
+
+@dataclass(frozen=True)
+class Ada:
+    """More for the KV heads of a layer whose best tokens have the higher scores.
+
+    Ada-KV (Feng et al., 2024, arXiv 2407.11550): the best ``kv_heads * budget`` of all tokens of all heads of the layer
+    count for their heads, and a head gets ``(1 - floor) * count + floor * budget``. It compares the scores of different
+    heads, so that they have to mean the same in all of them, as shares of attention do. Where heads are on several
+    devices, these have to exchange their scores.
+
+    Attributes
+    ----------
+    floor : float
+        Part of the budget that is shared out evenly, in [0, 1].
+    over : Allocator
+        Spreads the budget over the layers.
+    """
+
+    floor: float = 0.2
+    over: Allocator = Uniform()
+
+    per_head: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number("floor", self.floor, 0, 1)
+
+    def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
+        """See `Allocator.layers`."""
+        return self.over.layers(tokens, budget, num_layers, least)
+
+    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+        """See `Allocator.heads`."""
+        num_heads = len(scores)
+        # Position by position, so that of equal scores the lower position wins, in whichever head.
+        best = ranked(scores.T.flatten())[: num_heads * budget] % num_heads
+        counts = torch.bincount(best, minlength=num_heads).tolist()
+        return round_to(num_heads * budget, [(1 - self.floor) * count + self.floor * budget for count in counts])
+
+
+@dataclass(frozen=True)
+class Table:
+    """What somebody has found out before: tokens for each layer, or for each KV head of each layer.
+
+    The policy's budget does not count.
+
+    Attributes
+    ----------
+    rows : tuple
+        For each layer how many tokens it keeps; a tuple of such numbers, one for each KV head, whose mean is a whole
+        number; or None for all tokens. A prompt that has fewer than a head's number leaves more to the other heads.
+    """
+
+    rows: tuple[int | tuple[int, ...] | None, ...]
+
+    def __post_init__(self) -> None:
+        for layer, row in enumerate(self.rows):
+            for count in row if isinstance(row, tuple) else (row,) if row is not None else ():
+                check_integer(f"rows[{layer}]", count, 1, also=" or None")
+            if isinstance(row, tuple) and (not row or sum(row) % len(row)):
+                raise ValueError(f"rows[{layer}] must have a whole number as its mean, not {row!r}")
+
+    @property
+    def per_head(self) -> bool:
+        """Whether there is a row with numbers for heads."""
+        return any(isinstance(row, tuple) for row in self.rows)
+
+    def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
+        """See `Allocator.layers`; the sum is the table's own.
+
+        Raises
+        ------
+        ValueError
+            If the table has another number of layers.
+        """
+        if num_layers != len(self.rows):
+            raise ValueError(f"rows must be {num_layers}, one for each layer, not {len(self.rows)}")
+        means = [sum(row) // len(row) if isinstance(row, tuple) else row for row in self.rows]
+        return [tokens if mean is None else max(least, min(tokens, mean)) for mean in means]
+
+    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+        """See `Allocator.heads`."""
+        row = self.rows[layer]
+        if not isinstance(row, tuple):
+            return [budget] * len(scores)
+        if len(row) != len(scores):
+            raise ValueError(f"rows[{layer}] must have {len(scores)} numbers, one for each KV head, not {len(row)}")
+        least = int(scores[0].isinf().sum())
+        return spread(len(row) * budget, row, least, scores.shape[1])
+
+
+@dataclass(frozen=True)
+class FirstFull:
+    """The first layers keep everything; another allocator spreads the budget over the others, as if alone.
+
+    Attributes
+    ----------
+    count : int
+        How many layers keep everything; fewer than there are.
+    then : Allocator
+    """
+
+    count: int
+    then: Allocator
+
+    @property
+    def per_head(self) -> bool:
+        """Whether it is so in the other layers."""
+        return self.then.per_head
+
+    def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
+        """See `Allocator.layers`; the budget is that of the other layers.
+
+        Raises
+        ------
+        ValueError
+            If there are no other layers.
+        """
+        if self.count >= num_layers:
+            raise ValueError(f"first_full must be less than the {num_layers} layers there are, not {self.count}")
+        return [tokens] * self.count + self.then.layers(tokens, budget, num_layers - self.count, least)
+
+    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+        """See `Allocator.heads`."""
+        return [budget] * len(scores) if layer < self.count else self.then.heads(scores, budget, layer - self.count)
+
+
+ALLOCATORS: dict[str, Callable[[], Allocator]] = {"full": Full, "uniform": Uniform, "pyramid": Pyramid, "ada": Ada}
+"""Those that can be chosen by name; a `Table` is given as it is."""
