@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, cast
@@ -164,6 +164,17 @@ class Batch:
         span = Span(node, node.computed if start is None else start, end, True, owner)
         self._stored[node] = (self.num_rows, span)
         self._append(span)
+
+    def new_rows(self, node: Node) -> tuple[int, int, int] | None:
+        """Return the first row that computes keys of `node`, and of which tokens: from one up to another."""
+        stored = self._stored.get(node)
+        return None if stored is None else (stored[0], stored[1].start + self.grown, stored[1].end + self.grown)
+
+    def asked(self) -> Iterator[tuple[Node, int]]:
+        """Yield the node of each row that only asks for logits, and where these will stand in the runner's answer."""
+        for (node, _), row in self._asked.items():
+            if (place := self._logits.get(row)) is not None:
+                yield node, place
 
     def row(self, node: Node, offset: int) -> int | None:
         """Return the row that computes token `offset` of `node`, None if no row does."""

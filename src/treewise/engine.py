@@ -27,11 +27,13 @@ from treewise.results import Usage
 from treewise.runner import Runner
 from treewise.sampler import row_key
 from treewise.scheduler import Crowded, Delivery, Lane, PoolTooSmall, Scheduler
+from treewise.sparsity.policy import KVSparsity
 from treewise.speculate.draft import Draft
 from treewise.speculate.speculator import Speculator
 from treewise.streams import Piece
 from treewise.tasks import Task
 from treewise.thicket import Thicket
+from treewise.thinning import Thinner
 
 Program = Callable[[Branch], Coroutine[Any, Any, Any]]
 
@@ -120,6 +122,7 @@ class Engine:
         self.codec = codec
         self.limits = limits
         self.scheduler = Scheduler(kv, max_num_rows)
+        self.thinner = Thinner(runner, kv)
         self.looks_ahead = runner.device.type == "cuda"
         self.seed = seed
         self.speculator = speculator
@@ -143,6 +146,7 @@ class Engine:
         priority: int = 0,
         namespace: str = "",
         budget: Budget | None = None,
+        sparsity: KVSparsity | None = None,
     ) -> Request:
         """Start `program` on a new tree whose root holds `prompt_tokens`.
 
@@ -158,6 +162,8 @@ class Engine:
             Only requests of one namespace share cached prefixes.
         budget : Budget, optional
             What the program may use, from now on; not to be shared by requests.
+        sparsity : KVSparsity, optional
+            Which keys of the prompt stay once it is computed; all by default.
 
         Raises
         ------
@@ -179,7 +185,8 @@ class Engine:
         self._refuse_inside_a_step()
         request_id = next(self._ids)
         seed = row_key(self.seed, (request_id,)) if seed is None else seed
-        tree = BranchTree(self.kv, self.codec, prompt_tokens, seed, request_id, priority, namespace)
+        thinning = None if sparsity is None else self.thinner.thinning(sparsity, len(prompt_tokens))
+        tree = BranchTree(self.kv, self.codec, prompt_tokens, seed, request_id, priority, namespace, thinning)
         try:
             coroutine = program(tree.root)
             if not isinstance(coroutine, Coroutine):
@@ -187,6 +194,8 @@ class Engine:
         except BaseException:
             tree.close()
             raise
+        if sparsity is not None and thinning is not None:
+            self.thinner.add(tree, sparsity)
         request = self.requests[tree] = Request(request_id, tree, perf_counter())
         task = Task(tree, coroutine, partial(self._finish, request), budget=budget)
         self._ready.append((task, None, None))
@@ -249,10 +258,10 @@ class Engine:
         if batch.num_rows:
             try:
                 batch = self._guess(batch, deliveries, waiting)
+                seen = self.thinner.watch(batch)
                 plans = self.runner.plan(batch, self.kv)
                 tokens = None if drawn is None else drawn.choices.tokens
-                see = None if self.speculator is None else self.speculator.see
-                logits = self.runner.forward(batch, plans, self.kv, tokens, see)
+                logits = self.runner.forward(batch, plans, self.kv, tokens, self._see, seen)
             except BaseException:
                 # Nobody knows which keys were written or moved: all are computed again, should anybody step on.
                 self._settle_all()
@@ -265,10 +274,17 @@ class Engine:
                 self._deliver(waiting[delivery.lane], delivery, logits)
             drafts = {} if self.speculator is None else self.speculator.drafts
             self._drawn = draw(self.runs, self.limits.eos_token_ids, drafts)
+            self.thinner.thin_out()
             self.runner.plan_ahead(batch, self.kv)
         elif self._calls and not self._ready and drawn is None:
             patience = [left for task in self._calls.values() if (left := task.seconds_left()) is not None]
             wait(self._calls, min(patience, default=None), FIRST_COMPLETED)
+
+    def _see(self, hidden: Tensor) -> None:
+        """Look at what comes before the output head, see `Runner.forward`."""
+        self.thinner.see(hidden)
+        if self.speculator is not None:
+            self.speculator.see(hidden)
 
     def _guess(self, batch: Batch, deliveries: list[Delivery], waiting: dict[Lane | Thicket, Run]) -> Batch:
         """Return the batch with guesses of what follows its leaves beside it, if there are any."""
@@ -434,6 +450,7 @@ class Engine:
         request.done, request.result, request.error = True, result, error
         request.seconds = perf_counter() - request.started
         request.tree.close()
+        self.thinner.remove(request.tree)
         del self.requests[request.tree]
 
     # ------------------------------------------------------------------ logits

@@ -11,7 +11,6 @@ from torch import Tensor
 from treewise.attention import Plan
 
 
-
 class Kind(NamedTuple):
     """Layers that share a plan.
 

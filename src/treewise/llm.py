@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, 
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal, cast
+from types import UnionType
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -29,6 +30,7 @@ from treewise.runner import Runner
 from treewise.sampler import Candidates, row_key
 from treewise.search.beams import beams
 from treewise.sizing import default_slots
+from treewise.sparsity.policy import KVSparsity
 from treewise.speculate.drafters import prepare
 from treewise.speculate.speculator import Speculator
 from treewise.tree import Forest
@@ -36,6 +38,9 @@ from treewise.turns import Conversation, opens_reply
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation, which the model's chat template writes."""
+
+Sparsity = str | KVSparsity | None
+"""A policy of KV sparsity by name, or with settings; None is the engine's own."""
 
 KV_CACHE_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 """Element types of keys and values by name; ``None`` is the type of the weights."""
@@ -59,6 +64,14 @@ class RequestsFailed(ValueError):
         super().__init__("; ".join(f"prompts[{i}]: {_with_notes(error)}" for i, error in errors.items()))
         self.errors = errors
         self.outputs = outputs
+
+
+class _Terms(NamedTuple):
+    """What prompts are run with, one for all or one each; see `LLM.generate`."""
+
+    priority: int | Sequence[int]
+    namespace: str | Sequence[str]
+    kv_sparsity: Sparsity | Sequence[Sparsity]
 
 
 class LLM:
@@ -105,6 +118,12 @@ class LLM:
     speculate : str or Speculation, optional
         Who guesses what follows, so that a step may verify several tokens: the name of a drafter, or more settings.
         What is decoded does not depend on it.
+    kv_sparsity : str or KVSparsity, optional
+        Which keys and values of a prompt each layer keeps once it is computed, see `treewise.sparsity.policy`; by name
+        one of `treewise.sparsity.presets.PRESETS`. All by default. Requests may ask for another policy; `"full"` keeps
+        everything.
+    kv_budget : int or float, optional
+        Tokens a layer keeps under policies that are given by name, or the share of the prompt's tokens.
 
     Examples
     --------
@@ -132,6 +151,8 @@ class LLM:
         cuda_graphs: bool | None = None,
         seed: int = 0,
         speculate: str | Speculation | None = None,
+        kv_sparsity: str | KVSparsity | None = None,
+        kv_budget: float | None = None,
     ) -> None:
         device = _resolve_device(device)
         if max_num_rows < 1:
@@ -174,6 +195,10 @@ class LLM:
             seed,
             speculator,
         )
+        self.kv_budget = kv_budget
+        self.kv_sparsity = _policy(kv_sparsity, kv_budget)
+        if self.kv_sparsity is not None:
+            self.engine.thinner.check(self.kv_sparsity)
         self._streams: dict[BranchTree, deque[tuple[Branch, str]]] = {}
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.describe().items()))
 
@@ -186,6 +211,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         namespace: str | Sequence[str] = "",
+        kv_sparsity: Sparsity | Sequence[Sparsity] = None,
     ) -> list[RequestOutput]:
         """Complete each prompt ``params.n`` times; all of it is one batch.
 
@@ -199,6 +225,8 @@ class LLM:
             One for all prompts, or one each. The higher goes first, the earlier of equal ones.
         namespace : str or list of str
             One for all prompts, or one each. Only requests of one namespace share cached prefixes.
+        kv_sparsity : str, KVSparsity or list of them, optional
+            One for all prompts, or one each: which keys of the prompt stay; by default as the engine was told.
 
         Raises
         ------
@@ -210,7 +238,9 @@ class LLM:
         prompts = _listed(prompts)
         each = _one_each("params", SamplingParams() if params is None else params, SamplingParams, len(prompts))
         programs = [lambda root, own=own: _sample(root, own) for own in each]
-        requests = self._complete(prompts, programs, [own.seed for own in each], priority, namespace)
+        requests = self._complete(
+            prompts, programs, [own.seed for own in each], _Terms(priority, namespace, kv_sparsity)
+        )
         return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
 
     def chat(
@@ -220,6 +250,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         namespace: str | Sequence[str] = "",
+        kv_sparsity: Sparsity | Sequence[Sparsity] = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, formatted by the model's chat template; see `generate`.
 
@@ -231,10 +262,16 @@ class LLM:
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
         prompts = [self.tokenizer.apply_chat_template(turns) for turns in conversations]
-        return self.generate(prompts, params, priority=priority, namespace=namespace)
+        return self.generate(prompts, params, priority=priority, namespace=namespace, kv_sparsity=kv_sparsity)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, namespace: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        namespace: str = "",
+        kv_sparsity: Sparsity = None,
     ) -> Iterator[str]:
         """Yield the text of one completion as it grows; the pieces join to what `generate` returns.
 
@@ -246,7 +283,8 @@ class LLM:
         params = SamplingParams() if params is None else params
         if params.n != 1:
             raise ValueError(f"n: a stream is one completion, not {params.n}")
-        [request] = self._submit([prompt], [lambda root: _sample(root, params)], [params.seed], priority, namespace)
+        terms = _Terms(priority, namespace, kv_sparsity)
+        [request] = self._submit([prompt], [lambda root: _sample(root, params)], [params.seed], terms)
         with closing(self._follow(request)) as pieces:
             yield from (piece for _, piece in pieces)
 
@@ -258,6 +296,7 @@ class LLM:
         seed: int | None = None,
         priority: int = 0,
         namespace: str = "",
+        kv_sparsity: Sparsity = None,
         **kwargs: Any,
     ) -> Generator[tuple[Branch, str], None, ProgramOutput]:
         """Run ``program(root, **kwargs)`` over a tree, and yield what its branches decode, as they grow.
@@ -278,7 +317,8 @@ class LLM:
             What the program raised.
         """
         seeds = [None if seed is None else row_key(seed, (0,))]
-        [request] = self._submit([prompt], [lambda root: program(root, **kwargs)], seeds, priority, namespace)
+        terms = _Terms(priority, namespace, kv_sparsity)
+        [request] = self._submit([prompt], [lambda root: program(root, **kwargs)], seeds, terms)
         return self._program_output((yield from self._follow(request)), program.__name__)
 
     def beam_search(
@@ -288,6 +328,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         namespace: str | Sequence[str] = "",
+        kv_sparsity: Sparsity | Sequence[Sparsity] = None,
     ) -> list[RequestOutput]:
         """Search the likeliest completions with ``params.beam_width`` beams, as Transformers does; see `generate`.
 
@@ -295,7 +336,7 @@ class LLM:
         """
         prompts = _listed(prompts)
         programs = [lambda root: _beams(root, params)] * len(prompts)
-        requests = self._complete(prompts, programs, [None] * len(prompts), priority, namespace)
+        requests = self._complete(prompts, programs, [None] * len(prompts), _Terms(priority, namespace, kv_sparsity))
         return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
 
     def run(
@@ -306,6 +347,7 @@ class LLM:
         seed: int | None = None,
         priority: int | Sequence[int] = 0,
         namespace: str | Sequence[str] = "",
+        kv_sparsity: Sparsity | Sequence[Sparsity] = None,
         token_budget: int | None = None,
         time_budget: float | None = None,
         on_error: Literal["raise", "return"] = "raise",
@@ -350,7 +392,8 @@ class LLM:
         programs = [lambda root: program(root, **kwargs)] * len(prompts)
         budgets = [Budget(token_budget, time_budget) for _ in prompts]
         with live or nullcontext():
-            requests = self._complete(prompts, programs, seeds, priority, namespace, budgets, live=live)
+            terms = _Terms(priority, namespace, kv_sparsity)
+            requests = self._complete(prompts, programs, seeds, terms, budgets, live=live)
         tolerant = on_error == "return"
         return self._collect(requests, lambda i, request: self._program_output(request, program.__name__), tolerant)
 
@@ -389,21 +432,23 @@ class LLM:
         prompts: Sequence[Prompt],
         programs: Sequence[Any],
         seeds: Sequence[int | None],
-        priority: int | Sequence[int],
-        namespace: str | Sequence[str],
+        terms: _Terms,
         budgets: Sequence[Budget | None] | None = None,
     ) -> list[Request | BaseException]:
         """Start what can be started; the error of each prompt that cannot."""
-        priorities = _one_each("priority", priority, int, len(prompts))
-        namespaces = _one_each("namespace", namespace, str, len(prompts))
+        priorities = _one_each("priority", terms.priority, int, len(prompts))
+        namespaces = _one_each("namespace", terms.namespace, str, len(prompts))
+        sparsities = _one_each("kv_sparsity", terms.kv_sparsity, str | KVSparsity | None, len(prompts))
         names = ("priority", "namespace", "budget")
         each = zip(priorities, namespaces, budgets or [None] * len(prompts), strict=True)
         started: list[Request | BaseException] = []
         try:
-            for prompt, program, seed, terms in zip(prompts, programs, seeds, each, strict=True):
+            for prompt, program, seed, kept, own in zip(prompts, programs, seeds, sparsities, each, strict=True):
                 try:
                     tokens, turns = self._encoded(prompt)
-                    request = self.engine.add(program, tokens, seed, **dict(zip(names, terms, strict=True)))
+                    policy = self.kv_sparsity if kept is None else _policy(kept, self.kv_budget)
+                    named = dict(zip(names, own, strict=True))
+                    request = self.engine.add(program, tokens, seed, **named, sparsity=policy)
                     request.tree.root.conversations += turns
                     started.append(request)
                 except ValueError as error:
@@ -414,10 +459,10 @@ class LLM:
         return started
 
     def _complete(
-        self, prompts: Sequence[Prompt], *terms: Any, live: LiveTree | None = None
+        self, prompts: Sequence[Prompt], *arguments: Any, live: LiveTree | None = None
     ) -> list[Request | BaseException]:
         """Start what can be started, see `_submit`, and step until all of it has ended; on an interrupt, end it."""
-        requests = self._submit(prompts, *terms)
+        requests = self._submit(prompts, *arguments)
         started = [request for request in requests if isinstance(request, Request)]
         try:
             while not all(request.done for request in started):
@@ -552,6 +597,15 @@ def _speculation(speculate: str | Speculation | None, pool: str) -> Speculation 
     return settings
 
 
+def _policy(sparsity: str | KVSparsity | None, budget: float | None) -> KVSparsity | None:
+    """Return which keys stay, checked; a policy by name has `budget`, if there is one."""
+    if isinstance(sparsity, str):
+        return KVSparsity.named(sparsity, **({} if budget is None else {"budget": budget}))
+    if not isinstance(sparsity, KVSparsity | None):
+        raise ValueError(f"kv_sparsity: {sparsity!r} is neither the name of a policy nor a KVSparsity")
+    return sparsity
+
+
 def _with_notes(error: BaseException) -> str:
     """Return what `error` says, and where it has been."""
     notes = getattr(error, "__notes__", ())
@@ -566,13 +620,13 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [several] if several and isinstance(several[0], Integral | Mapping) else several
 
 
-def _one_each(name: str, values: Any, kind: type[Any], count: int) -> list[Any]:
+def _one_each(name: str, values: Any, kind: type[Any] | UnionType, count: int) -> list[Any]:
     """Return `values`, one of `kind` or a list of them, as one for each of `count` prompts."""
     single = isinstance(values, kind) or not isinstance(values, Iterable)
     each = [values] * count if single else list(values)
     for value in each:
         if not isinstance(value, kind):
-            raise ValueError(f"{name}: {value!r} is not of type {kind.__name__}")
+            raise ValueError(f"{name}: {value!r} is not of type {getattr(kind, '__name__', kind)}")
     if len(each) != count:
         raise ValueError(f"{name}: {len(each)} for {count} prompts; give one, or one each")
     return each

@@ -258,8 +258,42 @@ class Runner:
     def copy(self, move: Move) -> None:
         """Move keys and values of this runner."""
         for pool in (self.k, self.v):
-            raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool  # not every operation knows 8-bit floats
+            raw = _bytes(pool)
             raw.index_copy_(1, move.target_there, raw.index_select(1, move.source_there))
+
+    def thin_out(self, slots: Slots, select: Callable[[int, Tensor, Tensor], Tensor | None]) -> list[Tensor]:
+        """Return the keys and values that layers keep of some tokens, see `store_kept`.
+
+        Parameters
+        ----------
+        slots : Slots
+            Of the tokens, in all layers.
+        select : callable
+            Given a layer, its keys and its values of these [tokens, kv_heads, head_dim], returns the tokens that each
+            KV head keeps, int64 [kv_heads, kept]; None for all.
+
+        Returns
+        -------
+        list of Tensor [2, kept, kv_heads, head_dim]
+            Of each layer.
+        """
+        [there] = upload_together([slots], self.device)
+        thinned = []
+        for layer in range(len(self.k)):
+            both = torch.stack([_bytes(pool[layer]).index_select(0, there) for pool in (self.k, self.v)])
+            chosen = select(layer, *both.view(self.kv_dtype))
+            if chosen is not None:
+                both = both.gather(1, chosen.T[None, :, :, None].expand(2, -1, -1, both.shape[-1]))
+            thinned.append(both)
+        return thinned
+
+    def store_kept(self, kept: Kept, thinned: Sequence[Tensor]) -> None:
+        """Put what layers keep where it belongs; moves that are due come first."""
+        slots = upload_together([kept.slots_from(layer) for layer in range(len(self.k))], self.device)
+        for i, pool in enumerate((self.k, self.v)):
+            flat = _bytes(pool).flatten(0, 1)
+            for there, both in zip(slots, thinned, strict=True):
+                flat.index_copy_(0, there, both[i])
 
     def _compute(
         self,
@@ -272,19 +306,16 @@ class Runner:
     ) -> Tensor:
         """Compute rows up to the output head; gives those that are wanted, all of them by default."""
         config = self.model.config
-        scoring = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
+        run = partial(run_plan, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
         pools = list(zip(self.k.unbind(), self.v.unbind(), strict=True))  # of the layers
-        kinds = [self._kind(plans, layer) for layer in range(len(pools))]
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            k, v = pools[layer]
-            q = rotate_and_store(heads, k, v, slots)
-            kind = kinds[layer]
-            if kind.first:
-                k, v = self._from_layer(layer - kind.first)
+            q = rotate_and_store(heads, *pools[layer], slots)
+            kind = self._kind(plans, layer)
+            k, v = (pool[layer - kind.first :].flatten(0, 1) for pool in (self.k, self.v))
             if not seen:
-                return cast(Tensor, run_plan(plans[kind], q, k, v, **scoring))
-            out, lse = run_plan(plans[kind], q, k, v, **scoring, return_lse=True)
+                return cast(Tensor, run(plans[kind], q, k, v))
+            out, lse = run(plans[kind], q, k, v, return_lse=True)
             for each in seen:
                 each.take(layer, q, lse)
             return out
@@ -295,10 +326,6 @@ class Runner:
         for tap in self.taps:
             tap.take(slots, torch.cat([inner[layer] for layer in tap.layers], dim=-1))
         return hidden
-
-    def _from_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of `layer` and those behind it as one pool [slots, kv_heads, head_dim]."""
-        return self.k[layer:].flatten(0, 1), self.v[layer:].flatten(0, 1)
 
     def _kinds(self, kept: Sequence[Kept]) -> list[Kind]:
         """Return the kinds of layers of which each keeps as much as the others of its kind, of each of these."""
@@ -317,9 +344,7 @@ class Runner:
         kinds = map(Kind, set(self.model.config.layer_windows))
         return {kind: self._plan_kind(kind, spec, slots, open_tokens, room=room) for kind in kinds}
 
-    def _plan_kind(
-        self, kind: Kind, spec: TreeSpec, slots: Slots | None, open_tokens: int = 0, *, room: int
-    ) -> Plan:
+    def _plan_kind(self, kind: Kind, spec: TreeSpec, slots: Slots | None, open_tokens: int = 0, *, room: int) -> Plan:
         config = self.model.config
         return plan_tree(
             spec,
@@ -351,6 +376,11 @@ class Runner:
 
 def _indices(copies: Sequence[Copy]) -> list[Slots]:
     return [slots for copy in copies for slots in (copy.source, copy.target)]
+
+
+def _bytes(pool: Tensor) -> Tensor:
+    """Return `pool` as something that every operation knows, which is not so of 8-bit floats."""
+    return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

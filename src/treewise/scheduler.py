@@ -24,6 +24,10 @@ class Tenant(Protocol):
     def rank(self) -> tuple[int, int]:
         """Negative priority, and rank of arrival: the lower goes first, the highest gives way first."""
 
+    @property
+    def horizon(self) -> int | None:
+        """Position up to which keys may be computed now; None for any."""
+
     def tips(self) -> Iterable[Node]:
         """Return the nodes that the tree's live branches hold."""
 
@@ -311,11 +315,12 @@ class Scheduler:
         while node is not None and batch.computed(node) < len(node.tokens):
             path.append(node)
             node = node.parent
+        horizon = tip.end if lane.tenant.horizon is None else lane.tenant.horizon
         for node in reversed(path):
             begin = batch.computed(node)
-            end = min(len(node.tokens), begin + self._left - batch.num_rows)
+            end = min(len(node.tokens), horizon - node.start, begin + self._left - batch.num_rows)
             # Another lane took part of this node in this very step: its rows cannot be extended any more.
-            if begin > node.computed or end == begin or not self._reserve(node, end, lane, line):
+            if begin > node.computed or end <= begin or not self._reserve(node, end, lane, line):
                 break
             batch.add(node, end, lane.tenant)
             if end < len(node.tokens):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from treewise.branch.handle import PRUNED, Branch
 from treewise.codec import Codec
-from treewise.kv import KVManager
+from treewise.kv import KVManager, Thinning
 from treewise.tree import Node
 
 
@@ -28,6 +28,13 @@ class BranchTree:
         The higher goes first; of equal ones the earlier.
     namespace : str
         Only requests of one namespace share cached prefixes.
+    thinning : Thinning, optional
+        How the keys of the prompt are thinned out, if at all.
+
+    Attributes
+    ----------
+    stump : Node or None
+        The sealed node that the branches stand on from then on; see `transplant`.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class BranchTree:
         order: int,
         priority: int = 0,
         namespace: str = "",
+        thinning: Thinning | None = None,
     ) -> None:
         self.kv = kv
         self.codec = codec
@@ -50,7 +58,14 @@ class BranchTree:
         self.num_decoded = 0
         self.unsettled: dict[Callable[[], None], None] = {}  # make branches of what operations under way have decoded
         self.fallen: list[Callable[[], None]] = []  # make branches of what these have pruned
-        known = kv.match(self.prompt_tokens, namespace)
+        self.thinning = thinning
+        self.stump: Node | None = None
+        if thinning is None:
+            known = kv.match(self.prompt_tokens, namespace)
+        else:
+            known = self.stump = kv.match_whole(self.prompt_tokens, namespace, thinning.key)
+            if known is None:
+                known = kv.match(self.prompt_tokens, namespace, max(0, len(prompt_tokens) - thinning.num_queries))
         self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
         self.num_known = 0 if known is None else known.end
         self.root = Branch(self, None, 0, None)
@@ -60,6 +75,38 @@ class BranchTree:
             self.root.tip = self.root.plant(self.prompt_tokens[self.num_known :])
         self.root.tokens = list(self.prompt_tokens)
         self.root.logprobs = [None] * len(self.prompt_tokens)
+
+    @property
+    def horizon(self) -> int | None:
+        """Position up to which keys may be computed now: those behind it have to wait until the prompt is thinned out.
+
+        None where there is nothing to wait for.
+        """
+        if self.thinning is None or (self.stump is not None and self.stump in self.kv.kept):
+            return None
+        return len(self.prompt_tokens)
+
+    def transplant(self, end: Node, stump: Node) -> None:
+        """Let branches that stand on `end`, in which the prompt ends, stand on `stump` from now on."""
+        self.stump = stump
+        moved = {end: stump}
+        left = []
+        for branch in self.alive:
+            line: list[Node] = []
+            node = branch.tip
+            while node is not None and node is not end:
+                line.append(node)
+                node = node.parent
+            if branch.tip is None or node is None:  # a fork of the prompt's middle keeps all that it has
+                continue
+            below = stump
+            for node in reversed(line):
+                if node not in moved:
+                    moved[node] = self.kv.forest.add(below, node.tokens)
+                below = moved[node]
+            left.append(branch.tip)
+            branch.tip = self.kv.hold(below)
+        self.kv.drop(left, sys.maxsize)
 
     def tips(self) -> Iterator[Node]:
         """Yield the node in which each live branch ends, but for those whose forks hold their keys."""

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treewise.kv.pool import Slots
 
@@ -28,8 +29,23 @@ class Strips(NamedTuple):
 
     first: int
     width: int
-    pages: Slots
-    columns: Slots
+    pages: NDArray[np.int64]
+    columns: NDArray[np.int64]
+
+
+class Thinning(NamedTuple):
+    """How the keys of a prompt are thinned out once all of them are there.
+
+    Attributes
+    ----------
+    key : str
+        All that what is kept depends on, beside the tokens.
+    num_queries : int
+        At so many of the last tokens the queries are looked at, so that they are computed whatever is known.
+    """
+
+    key: str
+    num_queries: int
 
 
 class Kept(NamedTuple):

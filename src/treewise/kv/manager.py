@@ -132,17 +132,20 @@ class KVManager:
         return None if node is None else self.cut(node, inside)
 
     def match_whole(self, tokens: Sequence[int], namespace: str, key: str) -> Node | None:
-        """Return the node that holds what was kept of just these tokens, see `seal`, if there is one."""
+        """Return the node that holds what was kept of just these tokens, see `seal`, if there is one.
+
+        Only what it finds counts as a query of the cache: else the same tokens will be looked for by `match`.
+        """
         if not self.enable_prefix_caching:
             return None
         node, _, matched = self.forest.match(tokens, namespace + SEALED + key)
-        hit = node if matched == len(tokens) and node in self.kept and node.end == matched else None
+        if node not in self.kept or not matched == len(tokens) == node.end:
+            return None
         self.statistics.queries += 1
-        self.statistics.query_tokens += len(tokens)
-        if hit is not None:
-            self.statistics.hits += 1
-            self.statistics.hit_tokens += matched
-        return hit
+        self.statistics.hits += 1
+        self.statistics.query_tokens += matched
+        self.statistics.hit_tokens += matched
+        return node
 
     def cut(self, node: Node, at: int) -> Node:
         """Return a node that ends after the first `at` tokens of `node`; splits it unless `at` is its length."""
