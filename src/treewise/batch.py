@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, cast
@@ -165,10 +165,10 @@ class Batch:
         self._stored[node] = (self.num_rows, span)
         self._append(span)
 
-    def new_rows(self, node: Node) -> tuple[int, int, int] | None:
-        """Return the first row that computes keys of `node`, and of which tokens: from one up to another."""
+    def new_tokens(self, node: Node) -> tuple[int, int] | None:
+        """Return which tokens of `node` get their keys: from one up to another; None if none does."""
         stored = self._stored.get(node)
-        return None if stored is None else (stored[0], stored[1].start + self.grown, stored[1].end + self.grown)
+        return None if stored is None else (stored[1].start + self.grown, stored[1].end + self.grown)
 
     def asked(self) -> Iterator[tuple[Node, int]]:
         """Yield the node of each row that only asks for logits, and where these will stand in the runner's answer."""
@@ -178,9 +178,9 @@ class Batch:
 
     def row(self, node: Node, offset: int) -> int | None:
         """Return the row that computes token `offset` of `node`, None if no row does."""
-        stored = self._stored.get(node)
-        if stored is not None and stored[1].start <= offset < stored[1].end:
-            return stored[0] + offset - stored[1].start
+        stored, offset_then = self._stored.get(node), offset - self.grown
+        if stored is not None and stored[1].start <= offset_then < stored[1].end:
+            return stored[0] + offset_then - stored[1].start
         return self._asked.get((node, offset))
 
     def ask(self, node: Node, offset: int, owner: object) -> int:
@@ -213,6 +213,26 @@ class Batch:
             batch.growths.append((each, each.rows))
             batch.logit_rows.extend(range(batch.num_rows, batch.num_rows + len(each.rows)))
             batch.num_rows += len(each.rows)
+        return batch
+
+    def asking(self, node: Node, offsets: Iterable[int], owner: object) -> Batch:
+        """Return a batch of these rows, none of which is a growth's, and of query-only ones for tokens of `node`."""
+        assert not self.growths, "rows of growths come last"
+        spans = [Span(n, start + self.grown, end + self.grown, store, o) for n, start, end, store, o in self.spans]
+        new = {span.node: span for span in spans if span.store}
+        stored = {stored_node: (row, new[stored_node]) for stored_node, (row, _) in self._stored.items()}
+        batch = replace(
+            self,
+            spans=spans,
+            logit_rows=[*self.logit_rows],
+            grown=0,
+            _stored=stored,
+            _asked={**self._asked},
+            _logits={**self._logits},
+            _first_positions=None,
+        )
+        for offset in offsets:
+            batch.ask(node, offset, owner)
         return batch
 
     def stems(self) -> list[tuple[Node, Guesses | None]] | None:

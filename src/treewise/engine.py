@@ -122,7 +122,7 @@ class Engine:
         self.codec = codec
         self.limits = limits
         self.scheduler = Scheduler(kv, max_num_rows)
-        self.thinner = Thinner(runner, kv)
+        self.thinner = Thinner(runner, kv, max_num_rows)
         self.looks_ahead = runner.device.type == "cuda"
         self.seed = seed
         self.speculator = speculator
@@ -238,6 +238,7 @@ class Engine:
         self._run_programs()
         if self.speculator is not None:
             self.speculator.begin()
+        self.thinner.begin()
         drawn = self._assume()
         try:
             try:
@@ -258,7 +259,7 @@ class Engine:
         if batch.num_rows:
             try:
                 batch = self._guess(batch, deliveries, waiting)
-                seen = self.thinner.watch(batch)
+                batch, seen = self.thinner.watch(batch)
                 plans = self.runner.plan(batch, self.kv)
                 tokens = None if drawn is None else drawn.choices.tokens
                 logits = self.runner.forward(batch, plans, self.kv, tokens, self._see, seen)
@@ -274,7 +275,7 @@ class Engine:
                 self._deliver(waiting[delivery.lane], delivery, logits)
             drafts = {} if self.speculator is None else self.speculator.drafts
             self._drawn = draw(self.runs, self.limits.eos_token_ids, drafts)
-            self.thinner.thin_out()
+            self.thinner.thin_out(self.requests)
             self.runner.plan_ahead(batch, self.kv)
         elif self._calls and not self._ready and drawn is None:
             patience = [left for task in self._calls.values() if (left := task.seconds_left()) is not None]

@@ -261,13 +261,13 @@ class Runner:
             raw = _bytes(pool)
             raw.index_copy_(1, move.target_there, raw.index_select(1, move.source_there))
 
-    def thin_out(self, slots: Slots, select: Callable[[int, Tensor, Tensor], Tensor | None]) -> list[Tensor]:
+    def thin_out(self, slots: Sequence[Slots], select: Callable[[int, Tensor, Tensor], Tensor | None]) -> list[Tensor]:
         """Return the keys and values that layers keep of some tokens, see `store_kept`.
 
         Parameters
         ----------
-        slots : Slots
-            Of the tokens, in all layers.
+        slots : sequence of Slots
+            Of the tokens that each layer has, see `KVManager.slots`.
         select : callable
             Given a layer, its keys and its values of these [tokens, kv_heads, head_dim], returns the tokens that each
             KV head keeps, int64 [kv_heads, kept]; None for all.
@@ -277,10 +277,10 @@ class Runner:
         list of Tensor [2, kept, kv_heads, head_dim]
             Of each layer.
         """
-        [there] = upload_together([slots], self.device)
+        pools = [_bytes(pool).flatten(0, 1) for pool in (self.k, self.v)]
         thinned = []
-        for layer in range(len(self.k)):
-            both = torch.stack([_bytes(pool[layer]).index_select(0, there) for pool in (self.k, self.v)])
+        for layer, there in enumerate(upload_together(slots, self.device)):
+            both = torch.stack([pool.index_select(0, there) for pool in pools])
             chosen = select(layer, *both.view(self.kv_dtype))
             if chosen is not None:
                 both = both.gather(1, chosen.T[None, :, :, None].expand(2, -1, -1, both.shape[-1]))

@@ -1,9 +1,10 @@
-"""Thins out the keys of prompts once all of them are there, as policies say."""
+"""Thins out the keys of prompts, and of what is decoded behind them, as policies say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -22,36 +23,43 @@ from treewise.tree import Node
 
 @dataclass(eq=False)
 class _Case:
-    """A prompt whose keys will be thinned out, as many tokens as `counts` says staying in each layer.
+    """A tree whose keys are thinned out, with what is known of the stage that it comes to next.
 
-    `last` is what comes of the last token before the output head [hidden], once it is computed.
+    `last` is what comes of the stage's last token before the output head [hidden], once it is computed.
     """
 
     policy: KVSparsity
-    counts: list[int]
-    observation: Observation
+    observation: Observation | None = None
     last: Tensor | None = None
 
 
 class Thinner:
-    """Watches prompts being computed, and gives up those of their keys that their policies do not keep.
+    """Watches paths being computed, and gives up those of their keys that their policies do not keep.
 
-    That comes behind the forward in which a prompt ends, so that the first token is drawn from all keys. What the head
-    makes of the prompt's last token is kept along with the keys: whoever comes later begins with the same.
+    That comes behind the forward in which a prompt ends, so that the first token is drawn from all keys; and again
+    whenever a lone branch has gained as many tokens as its policy says. What the head makes of the last token is kept
+    along with the keys: whoever comes later begins with the same. Branches that share what is left of a prompt keep all
+    keys of their own.
+
+    Where others need the room, what is left is given up like any keys, and comes to be the same again: a path is
+    computed stage by stage, and thinned out at the same places.
 
     Parameters
     ----------
     runner : Runner
     kv : KVManager
+    max_num_rows : int
+        The most rows of one step.
     """
 
-    def __init__(self, runner: Runner, kv: KVManager) -> None:
+    def __init__(self, runner: Runner, kv: KVManager, max_num_rows: int) -> None:
         self.runner = runner
         self.kv = kv
+        self.max_num_rows = max_num_rows
         self._cases: dict[BranchTree, _Case] = {}
         self._last: dict[Node, Tensor] = {}  # of sealed nodes, see `_Case`
         self._asked: list[tuple[Node, int]] = []  # in this step: sealed nodes, and where their logits will be
-        self._ending: list[tuple[_Case, int]] = []  # in this step: where the logits of a prompt's last token will be
+        self._ending: list[tuple[_Case, int]] = []  # in this step: where the logits of a stage's last token will be
 
     def check(self, policy: KVSparsity) -> None:
         """Refuse a policy that cannot work here.
@@ -85,90 +93,136 @@ class Thinner:
         return Thinning(policy.key, self._num_queries(policy, num_tokens))
 
     def add(self, tree: BranchTree, policy: KVSparsity) -> None:
-        """Thin out the prompt of `tree`, which has the `thinning` that the policy asks for."""
-        config, num_tokens = self.runner.model.config, len(tree.prompt_tokens)
-        first = num_tokens - self._num_queries(policy, num_tokens)
-        shape = (config.num_layers, config.num_heads, config.head_dim, first, num_tokens)
-        observation = Observation(*shape, dtype=self.runner.dtype, device=self.runner.device)
-        self._cases[tree] = _Case(policy, self._counts(policy, num_tokens), observation)
+        """Thin out the keys of `tree`, which has the `thinning` that the policy asks for."""
+        self._cases[tree] = _Case(policy)
 
     def remove(self, tree: BranchTree) -> None:
         """Forget a tree that has ended."""
         self._cases.pop(tree, None)
 
-    def watch(self, batch: Batch) -> Sequence[Seen]:
-        """Return who takes queries of the rows of `batch`; logits of prompts' last tokens are wanted from now on."""
-        self._asked = [(node, place) for node, place in batch.asked() if node in self.kv.kept]
+    def begin(self) -> None:
+        """Begin a step: trees that have lost what was left of their keys start anew."""
+        for tree, case in self._cases.items():
+            if tree.stump is not None and tree.stump not in self.kv.kept:
+                tree.regrow()
+                case.observation = case.last = None
+
+    def watch(self, batch: Batch) -> tuple[Batch, Sequence[Seen]]:
+        """Return the batch, perhaps with more rows that look back, and who takes queries of its rows.
+
+        The batch may want more logits from now on.
+        """
         self._ending = []
         seen = []
         for tree, case in self._cases.items():
-            if tree.horizon is None or (end := _end(tree)) is None:
-                continue
-            rows, places = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-            for node in self.kv.forest.path(end):
-                if (new := batch.new_rows(node)) is None:
-                    continue
-                row, begin, stop = new
-                at = np.arange(node.start + begin, node.start + stop)
-                observed = (case.observation.first <= at) & (at < case.observation.end)
-                rows.append(row + np.flatnonzero(observed))
-                places.append(at[observed] - case.observation.first)
-                if node.start + begin < tree.horizon == node.start + stop:
-                    self._ending.append((case, batch.want_logits(row + stop - begin - 1)))
-            if any(map(len, rows)):
-                there = upload_together([np.concatenate(rows), np.concatenate(places)], self.runner.device)
-                seen.append(Seen(case.observation, *there))
-        return seen
+            if tree.horizon is None:
+                batch = self._look_for_stage(tree, case, batch)
+            if tree.horizon is not None and (end := _end(tree)) is not None:
+                seen += self._watch(tree, case, end, batch)
+        self._asked = [(node, place) for node, place in batch.asked() if node in self.kv.kept]
+        return batch, seen
 
     def see(self, hidden: Tensor) -> None:
-        """Take what comes of prompts' last tokens from the forward's rows [logit rows, hidden], or put it there."""
+        """Take what comes of stages' last tokens from the forward's rows [logit rows, hidden], or put it there."""
         for case, place in self._ending:
             case.last = hidden[place].clone()
         for node, place in self._asked:
             hidden[place].copy_(self._last[node])
 
     @torch.inference_mode()
-    def thin_out(self) -> None:
-        """Thin out the prompts that are there now."""
+    def thin_out(self, trees: Iterable[BranchTree]) -> None:
+        """Thin out the paths that are at the end of a stage; of all `trees`, those behind may have to give way."""
         for tree, case in self._cases.items():
             if (horizon := tree.horizon) is None or (end := _end(tree)) is None:
                 continue
             path = [node for node in self.kv.forest.path(end) if node.start < horizon]
             if all(node.computed >= min(len(node.tokens), horizon - node.start) for node in path):
-                self._thin_out(tree, case)
+                self._thin_out(tree, case, self.kv.prefix(end, horizon), trees)
+                case.observation = case.last = None
         self._last = {node: last for node, last in self._last.items() if node in self.kv.kept}
 
-    def _thin_out(self, tree: BranchTree, case: _Case) -> None:
-        kv, stump = self.kv, tree.stump
-        assert tree.thinning is not None
-        if stump is None and (known := kv.match_whole(tree.prompt_tokens, tree.namespace, tree.thinning.key)):
-            tree.transplant(kv.prefix(_tip(tree), known.end), known)  # another has been there
+    # ------------------------------------------------------------------ stages
+
+    def _look_for_stage(self, tree: BranchTree, case: _Case, batch: Batch) -> Batch:
+        """Let a lone branch come to a stage with this step, if it is time and there are rows left to look back."""
+        stump, every = tree.stump, case.policy.every
+        if every is None or stump is None or stump.holders or len(stump.children) != 1 or batch.growths:
+            return batch
+        [leaf] = stump.children
+        new = batch.new_tokens(leaf)
+        if new is None or leaf.children or leaf.holders != 1 or new[1] < max(every, len(leaf.tokens)):
+            return batch
+        first = len(leaf.tokens) - self._num_queries(case.policy, len(leaf.tokens))
+        if batch.num_rows + new[0] - first > self.max_num_rows:
+            return batch
+        tree.stages.append(leaf.end)
+        return batch.asking(leaf, range(first, new[0]), tree)
+
+    def _watch(self, tree: BranchTree, case: _Case, end: Node, batch: Batch) -> list[Seen]:
+        """Return what takes queries for the stage that `tree` comes to next."""
+        assert tree.horizon is not None
+        if case.observation is None:
+            config, runner = self.runner.model.config, self.runner
+            length = tree.horizon - (0 if tree.stump is None else tree.stump.end)
+            first = tree.horizon - self._num_queries(case.policy, length)
+            shape = (config.num_layers, config.num_heads, config.head_dim, first, tree.horizon)
+            case.observation = Observation(*shape, dtype=runner.dtype, device=runner.device)
+        rows: list[int] = []
+        places: list[int] = []
+        for node in self.kv.forest.path(end):
+            begin = max(0, case.observation.first - node.start)
+            for offset in range(begin, min(len(node.tokens), tree.horizon - node.start)):
+                if (row := batch.row(node, offset)) is not None:
+                    rows.append(row)
+                    places.append(node.start + offset - case.observation.first)
+        if not rows:
+            return []
+        if places[-1] == tree.horizon - 1 - case.observation.first:
+            self._ending.append((case, batch.want_logits(rows[-1])))
+        there = upload_together([np.array(rows, np.int64), np.array(places, np.int64)], self.runner.device)
+        return [Seen(case.observation, *there)]
+
+    def _thin_out(self, tree: BranchTree, case: _Case, end: Node, trees: Iterable[BranchTree]) -> None:
+        """Thin out the path to `end`."""
+        kv, thinning = self.kv, tree.thinning
+        assert thinning is not None and case.observation is not None and case.last is not None, "the stage was watched"
+        key = "" if tree.num_thinned else thinning.key
+        if key and (known := kv.match_whole(tree.prompt_tokens, tree.namespace, key)):
+            tree.stand_on(known, end)  # another has been there
             return
         self.runner.move(kv)
-        end = kv.prefix(_tip(tree), len(tree.prompt_tokens)) if stump is None else stump
-        thinned = self.runner.thin_out(kv.path_slots(end), lambda layer, *both: self._select(case, layer, *both))
-        if stump is None:
-            stump = kv.seal(tree.prompt_tokens, tree.namespace, tree.thinning.key)
-            tree.transplant(end, stump)
-        kept = kv.keep(stump, case.counts)
-        if kept is None:  # others need all that there is: it is computed again where nobody shares its pages
+        path = kv.forest.path(end)
+        held = [sum(len(kv.slots(node, layer)) for node in path) for layer in range(len(self.runner.k))]
+        counts = [min(*pair) for pair in zip(held, self._counts(case.policy, end.end), strict=True)]
+        slots = [np.concatenate([kv.slots(node, layer) for node in path]) for layer in range(len(counts))]
+        thinned = self.runner.thin_out(slots, lambda layer, *both: self._select(case, counts, layer, *both))
+        stump = kv.seal(kv.forest.path_tokens(end), tree.namespace, key)
+        tree.stand_on(stump, end)
+        kept = kv.keep(stump, counts)
+        for other in sorted(trees, key=attrgetter("rank"), reverse=True):
+            if kept is not None or other.rank <= tree.rank:
+                break
+            kv.preempt(other.tips())
+            kept = kv.keep(stump, counts)
+        if kept is None:  # it starts anew with the next step
             return
         self.runner.move(kv)
         self.runner.store_kept(kept, thinned)
-        assert case.last is not None, "the prompt's last token has been computed"
         self._last[stump] = case.last
 
-    def _select(self, case: _Case, layer: int, keys: Tensor, values: Tensor) -> Tensor | None:
+    def _select(self, case: _Case, counts: Sequence[int], layer: int, keys: Tensor, values: Tensor) -> Tensor | None:
         """Return which tokens a layer keeps, see `Runner.thin_out`."""
         config, observation, num_tokens = self.runner.model.config, case.observation, len(keys)
-        if case.counts[layer] == num_tokens:
+        if counts[layer] == num_tokens:
             return None
+        assert observation is not None
         evidence = Evidence(
             layer=sum(window is None for window in config.layer_windows[:layer]),
             num_layers=config.layer_windows.count(None),
             keys=keys,
             values=values,
-            positions=torch.arange(num_tokens, device=keys.device),
+            # NOTE: heads may hold different tokens of earlier stages, all of which lie before those of this one.
+            positions=torch.arange(observation.end - num_tokens, observation.end, device=keys.device),
             queries=observation.queries[layer],
             query_positions=observation.positions,
             lse=observation.lse[layer],
@@ -176,26 +230,20 @@ class Thinner:
             soft_cap=config.attention_soft_cap,
             rope=config.layer_ropes[layer],
         )
-        return case.policy.keep(evidence, case.counts[layer])
+        return case.policy.keep(evidence, counts[layer])
 
     def _counts(self, policy: KVSparsity, num_tokens: int) -> list[int]:
-        """Return how many tokens of a prompt each layer keeps; those with a window of their own keep all."""
+        """Return how many of so many tokens each layer keeps; those with a window of their own keep all."""
         windows = self.runner.model.config.layer_windows
         budgets = iter(policy.budgets(num_tokens, windows.count(None)))
         return [num_tokens if window is not None else next(budgets) for window in windows]
 
     @staticmethod
     def _num_queries(policy: KVSparsity, num_tokens: int) -> int:
+        """Return how many of the last queries are looked at where a stage has so many tokens; one at least."""
         return max(1, num_tokens if policy.num_queries is None else min(policy.num_queries, num_tokens))
 
 
 def _end(tree: BranchTree) -> Node | None:
-    """Return a node that the end of the prompt leads to, None if no branch holds one any more."""
-    num_tokens = len(tree.prompt_tokens)
-    return next((tip for tip in tree.tips() if tip.end >= num_tokens), None)
-
-
-def _tip(tree: BranchTree) -> Node:
-    tip = _end(tree)
-    assert tip is not None, "the tree has branches behind its prompt"
-    return tip
+    """Return a node that the end of the stage leads to, None if no branch holds one any more."""
+    return next((tip for tip in tree.tips() if tree.horizon is not None and tip.end >= tree.horizon), None)

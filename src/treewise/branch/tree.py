@@ -34,7 +34,11 @@ class BranchTree:
     Attributes
     ----------
     stump : Node or None
-        The sealed node that the branches stand on from then on; see `transplant`.
+        The sealed node that the branches stand on once keys have been thinned out.
+    stages : list of int
+        Lengths of the path at which its keys are thinned out, in order: the prompt's, and perhaps more as it grows.
+    num_thinned : int
+        How many of these have been reached.
     """
 
     def __init__(
@@ -60,12 +64,14 @@ class BranchTree:
         self.fallen: list[Callable[[], None]] = []  # make branches of what these have pruned
         self.thinning = thinning
         self.stump: Node | None = None
+        self.stages = [] if thinning is None else [len(prompt_tokens)]
         if thinning is None:
             known = kv.match(self.prompt_tokens, namespace)
         else:
             known = self.stump = kv.match_whole(self.prompt_tokens, namespace, thinning.key)
             if known is None:
-                known = kv.match(self.prompt_tokens, namespace, max(0, len(prompt_tokens) - thinning.num_queries))
+                known = kv.match(self.prompt_tokens, namespace, self._most_known)
+        self.num_thinned = int(self.stump is not None)
         self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
         self.num_known = 0 if known is None else known.end
         self.root = Branch(self, None, 0, None)
@@ -78,18 +84,35 @@ class BranchTree:
 
     @property
     def horizon(self) -> int | None:
-        """Position up to which keys may be computed now: those behind it have to wait until the prompt is thinned out.
+        """Position up to which keys may be computed now: those behind it wait until what is there is thinned out.
 
         None where there is nothing to wait for.
         """
-        if self.thinning is None or (self.stump is not None and self.stump in self.kv.kept):
-            return None
-        return len(self.prompt_tokens)
+        return self.stages[self.num_thinned] if self.num_thinned < len(self.stages) else None
 
-    def transplant(self, end: Node, stump: Node) -> None:
-        """Let branches that stand on `end`, in which the prompt ends, stand on `stump` from now on."""
+    @property
+    def _most_known(self) -> int | None:
+        """How much of the prompt may be taken from others: all but what a policy looks at."""
+        return None if self.thinning is None else max(0, len(self.prompt_tokens) - self.thinning.num_queries)
+
+    def stand_on(self, stump: Node, end: Node) -> None:
+        """Let branches stand on `stump`, what is left of the path to `end`, from now on."""
         self.stump = stump
-        moved = {end: stump}
+        self.num_thinned += 1
+        self._transplant(end, stump)
+
+    def regrow(self) -> None:
+        """Go back to the beginning, as the stump has lost its keys: they will be computed again, stage by stage."""
+        stump = self.stump
+        assert stump is not None, "there is a stump"
+        self.stump, self.num_thinned = None, 0
+        known = self.kv.match(self.prompt_tokens, self.namespace, self._most_known)
+        start = 0 if known is None else known.end
+        self._transplant(stump, self.kv.forest.add(known, stump.tokens[start:], self.namespace))
+
+    def _transplant(self, end: Node, place: Node) -> None:
+        """Let all that branches have below `end` be below `place`, which ends in the same token."""
+        moved = {end: place}
         left = []
         for branch in self.alive:
             line: list[Node] = []
@@ -97,9 +120,9 @@ class BranchTree:
             while node is not None and node is not end:
                 line.append(node)
                 node = node.parent
-            if branch.tip is None or node is None:  # a fork of the prompt's middle keeps all that it has
+            if branch.tip is None or node is None:  # a fork from further up keeps all that it has
                 continue
-            below = stump
+            below = place
             for node in reversed(line):
                 if node not in moved:
                     moved[node] = self.kv.forest.add(below, node.tokens)

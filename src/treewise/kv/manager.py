@@ -171,10 +171,11 @@ class KVManager:
             return known if known and start == length else self.forest.add(known, tokens[start:], namespace)
         return self.cut(node, length - node.start)
 
-    def seal(self, tokens: Sequence[int], namespace: str, key: str) -> Node:
+    def seal(self, tokens: Sequence[int], namespace: str, key: str = "") -> Node:
         """Return a new node for the whole path `tokens`, which will keep some of its keys only; see `keep`.
 
-        Others find it by `match_whole`; `key` says what else decides on what it keeps.
+        Others find it by `match_whole` if there is a `key`, which says all else that what it keeps depends on; and only
+        then it stays as a cached prefix.
         """
         node = self.forest.add(None, tokens, namespace + SEALED + key)
         node.sealed = True
@@ -357,7 +358,7 @@ class KVManager:
         if node.sealed or self.kept:
             root = self.forest.path(node)[0]
             if root.sealed:  # what was computed behind keys that were given up is of no use to others
-                return node in self.kept and node.end <= keep
+                return node in self.kept and node.end <= keep and not node.namespace.endswith(SEALED)
         if node.end > keep:
             if node.start < keep:
                 self.cut(node, keep - node.start)  # its first part is looked at next
