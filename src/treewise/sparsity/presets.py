@@ -7,9 +7,19 @@ from typing import Any
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "full": {"scorer": "full", "allocator": "full"},
+    "random": {"scorer": "random"},
+    "streaming": {"scorer": "streaming", "every": 64},
     "novita": {"scorer": "snapkv", "first_full": 3, "every": 64},
-    "pyramidkv": {"scorer": "snapkv", "allocator": "pyramid"},
     "snapkv": {"scorer": "snapkv"},
+    "pyramidkv": {"scorer": "snapkv", "allocator": "pyramid"},
     "adakv": {"scorer": "snapkv", "allocator": "ada"},
+    "h2o": {"scorer": "h2o"},
+    "tova": {"scorer": "tova", "every": 64},
+    "keydiff": {"scorer": "keydiff"},
+    "knorm": {"scorer": "knorm"},
+    "expected_attention": {"scorer": "expected_attention"},
+    "keyformer": {"scorer": "keyformer"},
+    "pyramidinfer": {"scorer": "pyramidinfer", "allocator": "pyramid"},
+    "rkv": {"scorer": "rkv", "window": 8, "every": 128},
 }
 """Settings of `KVSparsity` that differ from its defaults."""
