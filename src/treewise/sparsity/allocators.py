@@ -13,6 +13,9 @@ from torch import Tensor
 from treewise.config import check_integer, check_number
 from treewise.sparsity.select import ranked
 
+BISECTIONS = 64
+"""Steps to the factor by which weights become shares: to the last bit of it."""
+
 
 class Allocator(Protocol):
     """Spreads a budget over layers, and a layer's over its KV heads.
@@ -73,24 +76,11 @@ def spread(total: int, weights: Sequence[float], low: int, high: int) -> list[in
     >>> spread(10, [5, 3, 1, 1], low=1, high=4)
     [4, 4, 1, 1]
     """
-    shares = [float(low)] * len(weights)
-    open_ones = set(range(len(weights)))
-    while open_ones:
-        # Whoever is pushed over a bound in the direction of the larger surplus stays there; the others share again.
-        left = total - sum(share for index, share in enumerate(shares) if index not in open_ones)
-        weight = sum(weights[index] for index in open_ones)
-        wanted = {index: left * weights[index] / weight for index in open_ones}
-        above = {index for index in open_ones if wanted[index] > high}
-        below = {index for index in open_ones if wanted[index] < low}
-        surplus = sum(wanted[index] - high for index in above) - sum(low - wanted[index] for index in below)
-        bound = above if surplus >= 0 and above else below
-        if not bound:
-            for index in open_ones:
-                shares[index] = wanted[index]
-            break
-        for index in bound:
-            shares[index] = high if bound is above else low
-        open_ones -= bound
+    lower, upper = 0.0, high / min(weights)
+    for _ in range(BISECTIONS):
+        factor = (lower + upper) / 2
+        shares = [min(max(factor * weight, low), high) for weight in weights]
+        lower, upper = (factor, upper) if sum(shares) < total else (lower, factor)
     return round_to(total, shares)
 
 
@@ -133,13 +123,13 @@ class Pyramid(EvenHeads):
     Attributes
     ----------
     beta : float
-        How steep it is, at least 1, which is flat.
+        How steep it is, in [1, 1e6]; 1 is flat.
     """
 
     beta: float = 20.0
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta, 1, math.inf)
+        check_number("beta", self.beta, 1, 1e6)
 
     def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
         """See `Allocator.layers`."""
@@ -148,8 +138,8 @@ class Pyramid(EvenHeads):
             return [min(tokens, budget)] * num_layers
         first = min(2 * mean - mean / self.beta, available)
         step = 2 * (first - mean) / (num_layers - 1)
-        line = round_to(num_layers * mean, [first - layer * step for layer in range(num_layers)])
-        return [least + share for share in line]
+        line = [max(0.0, first - layer * step) for layer in range(num_layers)]
+        return [least + share for share in round_to(num_layers * mean, line)]
 
 
 @dataclass(frozen=True)

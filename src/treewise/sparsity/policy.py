@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treewise.config import ModelConfig, check_integer, check_number
-from treewise.sparsity.allocators import ALLOCATORS, Allocator, FirstFull, Table
+from treewise.sparsity.allocators import ALLOCATORS, Allocator, FirstFull
 from treewise.sparsity.evidence import Evidence, Scorer
 from treewise.sparsity.presets import PRESETS
 from treewise.sparsity.scorers import SCORERS
@@ -126,22 +126,16 @@ class KVSparsity:
     def refusals(self, config: ModelConfig) -> list[str]:
         """Say why a model cannot have this policy; nothing if it can."""
         num_layers = sum(window is None for window in config.layer_windows)
-        reasons = []
         if not num_layers:
-            reasons.append("every layer of the model has a sliding window, so that there is nothing to evict")
-        if 0 < num_layers <= self.first_full:
-            reasons.append(f"first_full must be less than the {num_layers} layers there are, not {self.first_full}")
-        if isinstance(self.allocator, Table):
-            rows = self.allocator.rows
-            if len(rows) != num_layers - self.first_full:
-                reasons.append(f"allocator: {num_layers - self.first_full} layers need as many rows, not {len(rows)}")
-            counts = {len(row) for row in rows if isinstance(row, tuple)} - {config.num_kv_heads}
-            if counts:
-                reasons.append(
-                    f"allocator: rows must have {config.num_kv_heads} numbers, one for each KV head, "
-                    f"not {', '.join(map(str, sorted(counts)))}"
-                )
-        return reasons
+            return ["every layer of the model has a sliding window, so that there is nothing to evict"]
+        tokens = self.least(config.max_positions) + 1
+        scores = protect(torch.zeros((config.num_kv_heads, tokens)), self.window, self.sinks)
+        try:
+            for layer, budget in enumerate(self.budgets(tokens, num_layers)):
+                self.allocation.heads(scores, budget, layer)
+        except ValueError as error:
+            return [str(error)]
+        return []
 
     def least(self, tokens: int) -> int:
         """Return how many of `tokens` always stay."""

@@ -48,7 +48,8 @@ class ExpectedAttention:
         covariance = torch.einsum("qhgi,qhgj->hgij", centred, centred) / len(queries)
         spread = torch.einsum("hgij,khj->hgki", covariance, keys).mul_(keys.transpose(0, 1)[:, None]).sum(-1)
         expected = torch.einsum("hgd,khd->hgk", mean, keys) * evidence.scale + spread * (evidence.scale**2 / 2)
-        return expected.softmax(-1).mean(1) * torch.linalg.vector_norm(evidence.values.float(), dim=-1).T
+        norms: Tensor = torch.linalg.vector_norm(evidence.values.float(), dim=-1)
+        return expected.softmax(-1).mean(1) * norms.T
 
     def _turned(self, evidence: Evidence) -> Tensor:
         """Return the queries [queries, heads, head_dim], their rotations undone, in the mean of the next rotations."""

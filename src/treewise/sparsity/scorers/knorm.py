@@ -22,4 +22,5 @@ class KNorm:
 
     def scores(self, evidence: Evidence) -> Tensor:
         """See `Scorer.scores`."""
-        return -torch.linalg.vector_norm(evidence.keys.float(), dim=-1).T
+        norms: Tensor = torch.linalg.vector_norm(evidence.keys.float(), dim=-1)
+        return -norms.T
