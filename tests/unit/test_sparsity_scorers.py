@@ -171,6 +171,7 @@ def test_queries_of_branches_do_not_see_what_is_behind_them():
         early = evidence._replace(query_positions=evidence.query_positions - 10)
         assert (scorer.scores(early)[:, -10:] == 0).all()
         assert (scorer.scores(early)[:, :-10].sum(1) > 0).all()
+        assert (scorer.scores(evidence._replace(query_positions=evidence.query_positions - 40)) == 0).all()
 
 
 def test_keyformer():
