@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from treewise.grammar import Grammar
     from treewise.live import LiveTree
     from treewise.llm import LLM, RequestsFailed
+    from treewise.sparsity import KVSparsity
     from treewise.streams import stream
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ _HOMES = {
     "treewise.grammar": ("Grammar",),
     "treewise.live": ("LiveTree",),
     "treewise.llm": ("LLM", "RequestsFailed"),
+    "treewise.sparsity": ("KVSparsity",),
     "treewise.streams": ("stream",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
@@ -47,6 +49,7 @@ __all__ = [
     "DeadBranchError",
     "Grammar",
     "Greedy",
+    "KVSparsity",
     "LiveTree",
     "RequestsFailed",
     "Rows",

@@ -11,12 +11,13 @@ import treewise
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_test_that_the_list_of_faults_names_exists():
+@pytest.mark.parametrize(("page", "least"), [("faults.md", 50), ("sparsity.md", 10)])
+def test_every_test_that_a_list_of_faults_names_exists(page, least):
     defined = set()
     for path in (ROOT / "tests").rglob("*.py"):
         defined |= set(re.findall(r"def (test_\w+)", path.read_text("utf-8")))
-    named = re.findall(r"`(test_\w+)(…?)`", (ROOT / "docs" / "faults.md").read_text("utf-8"))
-    assert len(named) > 50
+    named = re.findall(r"`(test_\w+)(…?)`", (ROOT / "docs" / page).read_text("utf-8"))
+    assert len(named) > least
     missing = [
         name
         for name, shortened in named
