@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -206,6 +207,6 @@ class KVSparsity:
         return protect(self.scoring.scores(evidence), self.window, self.sinks)
 
 
-def _check_choice(name: str, value: str, choices: Any) -> None:
+def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(sorted(choices))}")
