@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, cast
@@ -165,11 +165,6 @@ class Batch:
         self._stored[node] = (self.num_rows, span)
         self._append(span)
 
-    def new_tokens(self, node: Node) -> tuple[int, int] | None:
-        """Return which tokens of `node` get their keys: from one up to another; None if none does."""
-        stored = self._stored.get(node)
-        return None if stored is None else (stored[1].start + self.grown, stored[1].end + self.grown)
-
     def asked(self) -> Iterator[tuple[Node, int]]:
         """Yield the node of each row that only asks for logits, and where these will stand in the runner's answer."""
         for (node, _), row in self._asked.items():
@@ -215,24 +210,31 @@ class Batch:
             batch.num_rows += len(each.rows)
         return batch
 
-    def asking(self, node: Node, offsets: Iterable[int], owner: object) -> Batch:
-        """Return a batch of these rows, none of which is a growth's, and of query-only ones for tokens of `node`."""
-        assert not self.growths, "rows of growths come last"
+    def asking(self, asked: Sequence[tuple[Node, int, object]]) -> Batch:
+        """Return a batch of these rows and of query-only ones for tokens of nodes, each for a tree."""
         spans = [Span(n, start + self.grown, end + self.grown, store, o) for n, start, end, store, o in self.spans]
         new = {span.node: span for span in spans if span.store}
-        stored = {stored_node: (row, new[stored_node]) for stored_node, (row, _) in self._stored.items()}
+        first = self._num_span_rows  # rows of growths come last
+
+        def moved(row: int) -> int:
+            return row + len(asked) if row >= first else row
+
         batch = replace(
             self,
             spans=spans,
-            logit_rows=[*self.logit_rows],
+            num_rows=first,
+            logit_rows=[moved(row) for row in self.logit_rows],
             grown=0,
-            _stored=stored,
+            growths=[],
+            _stored={node: (row, new[node]) for node, (row, _) in self._stored.items()},
             _asked={**self._asked},
-            _logits={**self._logits},
+            _logits={moved(row): place for row, place in self._logits.items()},
             _first_positions=None,
         )
-        for offset in offsets:
+        for node, offset, owner in asked:
             batch.ask(node, offset, owner)
+        batch.growths = [*self.growths]
+        batch.num_rows = self.num_rows + len(asked)
         return batch
 
     def stems(self) -> list[tuple[Node, Guesses | None]] | None:

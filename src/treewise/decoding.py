@@ -173,6 +173,8 @@ class DecodeRun:
         if (budget := self.task.tokens_left()) is not None:
             room = min(room, -(-budget // len(self._lanes)))
         room = max(0, room - 1)  # behind the last token that it may have, no guess is of use
+        if (horizon := leaf.tree.horizon) is not None:
+            room = max(0, min(room, horizon - leaf.num_tokens))
         return Stem(leaf, leaf.end(), place, room, self._row(leaf, params, params.has_penalties))
 
     def draw(self, first: int, drafts: Mapping[Branch, Draft]) -> list[tuple[SamplingRow, tuple[Tensor, int]]]:

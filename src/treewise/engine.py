@@ -26,7 +26,7 @@ from treewise.operations import Gain, InvalidLogits, Limits, ObserveRun, Run
 from treewise.results import Usage
 from treewise.runner import Runner
 from treewise.sampler import row_key
-from treewise.scheduler import Crowded, Delivery, Lane, PoolTooSmall, Scheduler
+from treewise.scheduler import Crowded, Delivery, KeysGivenUp, Lane, PoolTooSmall, Scheduler
 from treewise.sparsity.policy import KVSparsity
 from treewise.speculate.draft import Draft
 from treewise.speculate.speculator import Speculator
@@ -253,13 +253,13 @@ class Engine:
         """Compute what everything waits for, after tokens that were drawn if need be, and draw from it."""
         try:
             batch, deliveries, waiting = self._next_batch()
-        except PoolTooSmall as error:
+        except (PoolTooSmall, KeysGivenUp) as error:
             self._fail(cast(BranchTree, error.tenant), error)
             return
         if batch.num_rows:
             try:
-                batch = self._guess(batch, deliveries, waiting)
-                batch, seen = self.thinner.watch(batch)
+                batch = self._guess(self.thinner.look_back(batch), deliveries, waiting)
+                seen = self.thinner.watch(batch)
                 plans = self.runner.plan(batch, self.kv)
                 tokens = None if drawn is None else drawn.choices.tokens
                 logits = self.runner.forward(batch, plans, self.kv, tokens, self._see, seen)

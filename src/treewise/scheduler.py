@@ -95,6 +95,17 @@ class PoolTooSmall(Exception):
         self.tenant = lane.tenant
 
 
+class KeysGivenUp(Exception):
+    """Logits are wanted inside a part of the path of `lane` of which only some keys were kept."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(
+            "kv_sparsity: keys were given up between this place and the end of what was decoded; "
+            "log-probabilities can be asked for behind them, or of everything with kv_sparsity='full'"
+        )
+        self.tenant = lane.tenant
+
+
 class Scheduler:
     """Chooses the rows of each step.
 
@@ -285,7 +296,7 @@ class Scheduler:
             length = len(tip.tokens)
             if tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length:
                 break
-            if not tip.computed and _lacking(tip) > 1:
+            if (not tip.computed and _lacking(tip) > 1) or _waits(lane, tip):
                 break
             families.setdefault(tip.parent, {}).setdefault(tip, lane.tenant)
             head.append(lane)
@@ -331,6 +342,8 @@ class Scheduler:
         places: list[int] = []
         for node in reversed(read):
             for position in range(max(node.start, lane.wanted), min(node.end, lane.end)):
+                if node in self.kv.kept and position + 1 < node.end:
+                    raise KeysGivenUp(lane)
                 row = self._row(node, position - node.start, batch, lane.tenant)
                 if row is None:
                     return Delivery(lane, lane.wanted, places) if places else None
@@ -372,6 +385,12 @@ def _lacking(tip: Node) -> int:
         total += lacking
         node = node.parent
     return total
+
+
+def _waits(lane: Lane, tip: Node) -> bool:
+    """Whether the last token of the path to `tip` has to wait for its key."""
+    horizon = lane.tenant.horizon
+    return horizon is not None and tip.end > horizon
 
 
 class _Line:
@@ -488,6 +507,8 @@ class _Steady(NamedTuple):
                 if length != before:
                     return False
             elif tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length:
+                return False
+            elif _waits(lane, tip):
                 return False
         try:
             self.batch.grow(self.kv)

@@ -25,10 +25,12 @@ from treewise.tree import Node
 class _Case:
     """A tree whose keys are thinned out, with what is known of the stage that it comes to next.
 
-    `last` is what comes of the stage's last token before the output head [hidden], once it is computed.
+    It has come to `num_reached` stages so far; to some of them perhaps again. `last` is what comes of the stage's last
+    token before the output head [hidden], once it is computed.
     """
 
     policy: KVSparsity
+    num_reached: int
     observation: Observation | None = None
     last: Tensor | None = None
 
@@ -37,9 +39,9 @@ class Thinner:
     """Watches paths being computed, and gives up those of their keys that their policies do not keep.
 
     That comes behind the forward in which a prompt ends, so that the first token is drawn from all keys; and again
-    whenever a lone branch has gained as many tokens as its policy says. What the head makes of the last token is kept
-    along with the keys: whoever comes later begins with the same. Branches that share what is left of a prompt keep all
-    keys of their own.
+    whenever a lone branch has gained as many tokens as its policy says, at places that follow from its length alone.
+    What the head makes of the last token is kept along with the keys: whoever comes later begins with the same.
+    Branches that share what is left of a prompt keep all keys of their own.
 
     Where others need the room, what is left is given up like any keys, and comes to be the same again: a path is
     computed stage by stage, and thinned out at the same places.
@@ -94,7 +96,9 @@ class Thinner:
 
     def add(self, tree: BranchTree, policy: KVSparsity) -> None:
         """Thin out the keys of `tree`, which has the `thinning` that the policy asks for."""
-        self._cases[tree] = _Case(policy)
+        self._cases[tree] = case = _Case(policy, tree.num_thinned)
+        if tree.stump is not None:
+            self._plan_stage(tree, case)
 
     def remove(self, tree: BranchTree) -> None:
         """Forget a tree that has ended."""
@@ -106,21 +110,38 @@ class Thinner:
             if tree.stump is not None and tree.stump not in self.kv.kept:
                 tree.regrow()
                 case.observation = case.last = None
+            if 0 < case.num_reached == tree.num_thinned < len(tree.stages):
+                self._look_ahead(tree, case)
 
-    def watch(self, batch: Batch) -> tuple[Batch, Sequence[Seen]]:
-        """Return the batch, perhaps with more rows that look back, and who takes queries of its rows.
+    def look_back(self, batch: Batch) -> Batch:
+        """Return the batch, perhaps with more rows: queries of stages' last tokens that nobody has seen."""
+        asked: list[tuple[Node, int, object]] = []
+        for tree, case in self._cases.items():
+            if tree.horizon is None or (end := _end(tree)) is None:
+                continue
+            missing = self._observation(tree, case).missing
+            path = [node for node in self.kv.forest.path(end) if node.end > min(missing, default=end.end)]
+            if any(batch.computed(node) < min(len(node.tokens), tree.horizon - node.start) for node in path):
+                continue  # some of them will come by themselves
+            offsets = [
+                (node, position - node.start)
+                for node in path
+                for position in sorted(missing)
+                if node.start <= position < node.end
+            ]
+            lacking = [(node, offset, tree) for node, offset in offsets if batch.row(node, offset) is None]
+            asked += lacking[: max(0, self.max_num_rows - batch.num_rows - len(asked))]
+        return batch.asking(asked) if asked else batch
 
-        The batch may want more logits from now on.
-        """
+    def watch(self, batch: Batch) -> Sequence[Seen]:
+        """Return who takes queries of the rows of `batch`, which may want more logits from now on."""
         self._ending = []
+        self._asked = [(node, place) for node, place in batch.asked() if node in self.kv.kept]
         seen = []
         for tree, case in self._cases.items():
-            if tree.horizon is None:
-                batch = self._look_for_stage(tree, case, batch)
             if tree.horizon is not None and (end := _end(tree)) is not None:
                 seen += self._watch(tree, case, end, batch)
-        self._asked = [(node, place) for node, place in batch.asked() if node in self.kv.kept]
-        return batch, seen
+        return seen
 
     def see(self, hidden: Tensor) -> None:
         """Take what comes of stages' last tokens from the forward's rows [logit rows, hidden], or put it there."""
@@ -136,29 +157,28 @@ class Thinner:
             if (horizon := tree.horizon) is None or (end := _end(tree)) is None:
                 continue
             path = [node for node in self.kv.forest.path(end) if node.start < horizon]
-            if all(node.computed >= min(len(node.tokens), horizon - node.start) for node in path):
+            computed = all(node.computed >= min(len(node.tokens), horizon - node.start) for node in path)
+            if computed and case.observation is not None and not case.observation.missing:
                 self._thin_out(tree, case, self.kv.prefix(end, horizon), trees)
                 case.observation = case.last = None
         self._last = {node: last for node, last in self._last.items() if node in self.kv.kept}
 
     # ------------------------------------------------------------------ stages
 
-    def _look_for_stage(self, tree: BranchTree, case: _Case, batch: Batch) -> Batch:
-        """Let a lone branch come to a stage with this step, if it is time and there are rows left to look back."""
-        stump, every = tree.stump, case.policy.every
-        if every is None or stump is None or stump.holders or len(stump.children) != 1 or batch.growths:
-            return batch
-        [leaf] = stump.children
-        new = batch.new_tokens(leaf)
-        if new is None or leaf.children or leaf.holders != 1 or new[1] < max(every, len(leaf.tokens)):
-            return batch
-        first = len(leaf.tokens) - self._num_queries(case.policy, len(leaf.tokens))
-        if batch.num_rows + new[0] - first > self.max_num_rows:
-            return batch
-        tree.stages.append(leaf.end)
-        return batch.asking(leaf, range(first, new[0]), tree)
+    def _plan_stage(self, tree: BranchTree, case: _Case) -> None:
+        """Say where the next stage will be, if `tree` has never been as far."""
+        case.num_reached = max(case.num_reached, tree.num_thinned)
+        if case.policy.every is not None and case.num_reached == len(tree.stages):
+            tree.stages.append(tree.stages[-1] + case.policy.every)
 
-    def _watch(self, tree: BranchTree, case: _Case, end: Node, batch: Batch) -> list[Seen]:
+    def _look_ahead(self, tree: BranchTree, case: _Case) -> None:
+        """Put the next stage off while several branches come to it, which share what is left of the path."""
+        assert case.policy.every is not None
+        tips = list(tree.tips())
+        while len(tips) > 1 and tree.stages[-1] <= max(tip.end for tip in tips):
+            tree.stages[-1] += case.policy.every
+
+    def _observation(self, tree: BranchTree, case: _Case) -> Observation:
         """Return what takes queries for the stage that `tree` comes to next."""
         assert tree.horizon is not None
         if case.observation is None:
@@ -167,20 +187,25 @@ class Thinner:
             first = tree.horizon - self._num_queries(case.policy, length)
             shape = (config.num_layers, config.num_heads, config.head_dim, first, tree.horizon)
             case.observation = Observation(*shape, dtype=runner.dtype, device=runner.device)
-        rows: list[int] = []
-        places: list[int] = []
+        return case.observation
+
+    def _watch(self, tree: BranchTree, case: _Case, end: Node, batch: Batch) -> list[Seen]:
+        """Return what takes queries for the stage that `tree` comes to next, if there are any."""
+        observation = self._observation(tree, case)
+        rows: dict[int, int] = {}  # by position
         for node in self.kv.forest.path(end):
-            begin = max(0, case.observation.first - node.start)
-            for offset in range(begin, min(len(node.tokens), tree.horizon - node.start)):
+            begin = max(0, observation.first - node.start)
+            for offset in range(begin, min(len(node.tokens), observation.end - node.start)):
                 if (row := batch.row(node, offset)) is not None:
-                    rows.append(row)
-                    places.append(node.start + offset - case.observation.first)
+                    rows[node.start + offset] = row
         if not rows:
             return []
-        if places[-1] == tree.horizon - 1 - case.observation.first:
-            self._ending.append((case, batch.want_logits(rows[-1])))
-        there = upload_together([np.array(rows, np.int64), np.array(places, np.int64)], self.runner.device)
-        return [Seen(case.observation, *there)]
+        if (last := rows.get(observation.end - 1)) is not None:
+            self._ending.append((case, batch.want_logits(last)))
+        observation.missing.difference_update(rows)
+        places = np.array(list(rows), np.int64) - observation.first
+        there = upload_together([np.array(list(rows.values()), np.int64), places], self.runner.device)
+        return [Seen(observation, *there)]
 
     def _thin_out(self, tree: BranchTree, case: _Case, end: Node, trees: Iterable[BranchTree]) -> None:
         """Thin out the path to `end`."""
@@ -189,6 +214,7 @@ class Thinner:
         key = "" if tree.num_thinned else thinning.key
         if key and (known := kv.match_whole(tree.prompt_tokens, tree.namespace, key)):
             tree.stand_on(known, end)  # another has been there
+            self._plan_stage(tree, case)
             return
         self.runner.move(kv)
         path = kv.forest.path(end)
@@ -198,6 +224,7 @@ class Thinner:
         thinned = self.runner.thin_out(slots, lambda layer, *both: self._select(case, counts, layer, *both))
         stump = kv.seal(kv.forest.path_tokens(end), tree.namespace, key)
         tree.stand_on(stump, end)
+        self._plan_stage(tree, case)
         kept = kv.keep(stump, counts)
         for other in sorted(trees, key=attrgetter("rank"), reverse=True):
             if kept is not None or other.rank <= tree.rank:

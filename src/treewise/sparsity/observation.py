@@ -26,6 +26,8 @@ class Observation:
         Rotated.
     lse : Tensor [layers, positions, heads], float32
         Over all that each query saw.
+    missing : set of int
+        Positions of which nothing is known yet.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Observation:
     ) -> None:
         self.first = first
         self.end = end
+        self.missing = set(range(first, end))
         self.queries = torch.zeros(num_layers, end - first, num_heads, head_dim, dtype=dtype, device=device)
         self.lse = torch.zeros(num_layers, end - first, num_heads, dtype=torch.float32, device=device)
 

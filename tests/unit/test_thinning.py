@@ -1,0 +1,338 @@
+"""Prompts whose keys are thinned out: what follows is what attention to the keys that stay says, whatever else runs."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from guesses import Noise, Rivals
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import dense_logits, greedy, idle, tiny_llm, tiny_model
+
+from treewise import SamplingParams, generate, score
+from treewise.attention import METHODS
+from treewise.kv.kept import lay_out
+from treewise.ops import rotate
+from treewise.sparsity.evidence import Evidence
+from treewise.sparsity.policy import KVSparsity
+from treewise.speculate.ngram import NgramDrafter
+from treewise.speculate.speculator import Speculator
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_engine_fuzz import TOLERANCE, Mischief, Script, operations, small  # noqa: E402
+
+MODEL = tiny_model(windows=(None, 11, None, None), max_positions=160)
+PROMPTS = [list(range(1, 60)), [7, 5, 3] * 20, [*range(1, 30), 9, 9, 4, *range(60, 90)]]
+POLICIES = {
+    "snapkv": KVSparsity.named("snapkv", budget=16, window=4, sinks=2),
+    "pyramid": KVSparsity.named("pyramidkv", budget=20, window=4, sinks=1),
+    "first_full": KVSparsity.named("novita", budget=14, window=5, first_full=1),
+}
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+@torch.inference_mode()
+def thinned_logits(tokens, num_given, policy):
+    """Return the logits at every position: rows behind the prompt see of it what the policy keeps, others everything."""
+    config, n = MODEL.config, len(tokens)
+    windows = config.layer_windows
+    budgets = iter(policy.budgets(num_given, windows.count(None)))
+
+    def attend(layer, heads):
+        q, k, v = rotate(heads, config.num_kv_heads)
+        group = config.num_heads // config.num_kv_heads
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * config.attention_scale
+        distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+        hidden = (distance < 0).expand(config.num_heads, n, n).clone()
+        if windows[layer] is not None:
+            hidden |= distance >= windows[layer]
+        elif (budget := next(budgets)) < num_given:
+            lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1).T
+            first = 0 if policy.num_queries is None else max(0, num_given - max(1, policy.num_queries))
+            kept = policy.keep(
+                Evidence(
+                    sum(window is None for window in windows[:layer]),
+                    windows.count(None),
+                    *(k[:num_given], v[:num_given], torch.arange(num_given)),
+                    *(q[first:num_given], torch.arange(first, num_given), lse[first:num_given]),
+                    *(config.attention_scale, None, config.layer_ropes[layer]),
+                ),
+                budget,
+            )
+            gone = torch.ones(config.num_kv_heads, num_given, dtype=torch.bool).scatter_(1, kept, False)
+            hidden[:, num_given:, :num_given] |= gone.repeat_interleave(group, 0)[:, None]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+
+    return MODEL.logits(MODEL(torch.tensor(tokens), torch.arange(n), attend))
+
+
+def thinned_greedy(prompt, count, policy):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(thinned_logits(tokens, len(prompt), policy)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def told(outputs):
+    return [[(b.token_ids, b.text) for b in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("options", [{}, {"max_num_rows": 7}, {"num_kv_slots": 128}, {"looks_ahead": True}], ids=str)
+def test_tokens_are_those_of_attention_to_what_stays(policy, options):
+    llm = tiny_llm(MODEL, kv_sparsity=policy, **options)
+    expected = [thinned_greedy(prompt, GREEDY.max_tokens, policy) for prompt in PROMPTS]
+    assert expected != [greedy(MODEL, prompt, GREEDY.max_tokens) for prompt in PROMPTS], "nothing is lost: no test"
+    for _ in range(2):  # the second time, what was kept is there
+        assert [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY)] == expected
+        llm.engine.check_integrity()
+    idle(llm)
+
+
+@pytest.mark.parametrize("attention", METHODS)
+def test_every_method_of_attention(attention):
+    policy, prompt = POLICIES["pyramid"], PROMPTS[2]
+    llm = tiny_llm(MODEL, kv_sparsity=policy, attention=attention)
+    [out] = llm.generate([prompt], GREEDY)
+    assert out.outputs[0].token_ids == thinned_greedy(prompt, GREEDY.max_tokens, policy)
+
+
+@pytest.mark.parametrize("budget", [59, 1000, 1.0])
+def test_a_budget_that_holds_everything_changes_no_bit(budget):
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, logprobs=2, ignore_eos=True)
+    dense, sparse = (
+        tiny_llm(MODEL, kv_sparsity=name, kv_budget=budget).generate([PROMPTS[0]], params)[0].outputs[0]
+        for name in (None, "snapkv")
+    )
+    assert dense.token_ids == sparse.token_ids and dense.logprobs == sparse.logprobs
+
+
+def test_memory_is_freed_and_counted():
+    policy = KVSparsity.named("novita", budget=16, window=4, sinks=0, first_full=1)
+    llm = tiny_llm(MODEL, page_size=1, kv_sparsity=policy, enable_prefix_caching=False)
+    taken = []
+
+    async def program(root):
+        await generate([root], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+        root.append([5])
+        await generate([root], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+        pool = root.tree.kv.pool
+        [kept] = root.tree.kv.kept.values()
+        taken.append((llm.engine.kv.num_slots - pool.num_free, len(kept.lent), kept.counts))
+
+    llm.run(program, [PROMPTS[0]])
+    [(slots, lent, counts)] = taken
+    assert counts == (59, 59, 16, 16)  # the second layer has a window of its own
+    assert lent == -(-sum(counts) // 4), "strips of layers fill the pages"
+    assert slots == lent + 2, "two tokens have followed that have keys"
+    idle(llm)
+
+
+def test_dense_requests_never_meet_what_was_thinned_out():
+    policy, prompt = POLICIES["snapkv"], PROMPTS[0]
+    llm = tiny_llm(MODEL)
+    sparse = thinned_greedy(prompt, GREEDY.max_tokens, policy)
+    dense = greedy(MODEL, [*prompt, 3], GREEDY.max_tokens)
+    for _ in range(2):
+        outputs = llm.generate([prompt, [*prompt, 3]], GREEDY, kv_sparsity=[policy, "full"])
+        assert [out.outputs[0].token_ids[: len(dense)] for out in outputs] == [sparse, dense]
+    other = POLICIES["first_full"]
+    [out] = llm.generate([prompt], GREEDY, kv_sparsity=other)
+    assert out.outputs[0].token_ids == thinned_greedy(prompt, GREEDY.max_tokens, other)
+    idle(llm)
+
+
+def test_the_same_prompt_again_is_known_whole():
+    llm = tiny_llm(MODEL, kv_sparsity=POLICIES["snapkv"])
+    llm.generate([PROMPTS[0]], GREEDY)
+    steps, hits = llm.engine.num_steps, llm.cache_statistics.hit_tokens
+    llm.generate([PROMPTS[0]], GREEDY)
+    assert llm.engine.num_steps - steps == GREEDY.max_tokens
+    assert llm.cache_statistics.hit_tokens - hits == len(PROMPTS[0])
+
+
+def test_a_prompt_that_is_known_in_full_is_looked_at_again():
+    policy, prompt = POLICIES["snapkv"], PROMPTS[1]
+    llm = tiny_llm(MODEL)
+    llm.generate([prompt], GREEDY)
+    [out] = llm.generate([prompt], GREEDY, kv_sparsity=policy)
+    assert out.outputs[0].token_ids == thinned_greedy(prompt, GREEDY.max_tokens, policy)
+    assert llm.cache_statistics.hit_tokens == len(prompt) - policy.window
+
+
+def test_branches_share_what_is_kept():
+    policy, prompt = POLICIES["first_full"], PROMPTS[2]
+    llm = tiny_llm(MODEL, kv_sparsity=policy)
+
+    async def program(root):
+        early = root.fork(1, at=20)[0]
+        first = root.fork(3)
+        for number, branch in enumerate(first):
+            branch.append([30 + number])
+        await generate([*first, early], GREEDY)
+        late = root.fork(1)[0]
+        deep = first[0].fork(2, at=len(prompt) + 5)
+        await generate([late, *deep], GREEDY)
+        values = await score([first[1]], [4], ["ab", "c"])
+        return [branch.path_tokens for branch in (*first, late, *deep)], early.path_tokens, values
+
+    [output] = llm.run(program, [prompt])
+    paths, early, [values] = output.value
+    for tokens in paths:
+        begun = tokens[: len(tokens) - GREEDY.max_tokens]
+        logits = thinned_logits(tokens, len(prompt), policy)
+        assert logits[len(begun) - 1 : -1].argmax(-1).tolist() == tokens[len(begun) :]
+    assert dense_logits(MODEL, early)[19:-1].argmax(-1).tolist() == early[20:]
+    row = thinned_logits([*paths[1], 4], len(prompt), policy)[-1].log_softmax(-1)
+    assert values[1] == pytest.approx(float(row[ord("c")]), abs=TOLERANCE)
+    idle(llm)
+
+
+@pytest.mark.parametrize("options", [{"max_num_rows": 9}, {"num_kv_slots": 144}, {"looks_ahead": True}], ids=str)
+@pytest.mark.parametrize("policy", ["snapkv", "first_full"])
+def test_lone_branches_stay_within_their_budget(policy, options):
+    policy = KVSparsity.named("snapkv", budget=16, window=4, every=8, first_full=2 * (policy == "first_full"))
+    params = SamplingParams(max_tokens=45, temperature=0, ignore_eos=True)
+    alone = []
+    for prompt in PROMPTS:
+        llm = tiny_llm(MODEL, kv_sparsity=policy, page_size=1)
+        most = [0]
+        keep = llm.engine.kv.keep
+
+        def watched(node, counts, most=most, keep=keep):
+            most.append(max(min(counts), *most))
+            return keep(node, counts)
+
+        llm.engine.kv.keep = watched
+        alone += told(llm.generate([prompt], params))
+        assert len(most) > 5 and most[-1] == 16, "it was thinned out again and again, to its budget"
+        idle(llm)
+    llm = tiny_llm(MODEL, kv_sparsity=policy, page_size=1, **options)
+    assert told(llm.generate(PROMPTS, params)) == alone
+    if "num_kv_slots" in options:
+        assert llm.engine.scheduler.num_preemptions or True
+    idle(llm)
+
+
+def test_guesses_see_what_stays():
+    policy, prompt = POLICIES["snapkv"], PROMPTS[1]
+    llm = tiny_llm(MODEL, kv_sparsity=policy)
+    llm.engine.speculator = Speculator(Rivals([Noise(), NgramDrafter()]), llm.engine.kv, tree_size=9, adaptive=False)
+    [out] = llm.generate([prompt], GREEDY)
+    assert out.outputs[0].token_ids == thinned_greedy(prompt, GREEDY.max_tokens, policy)
+    idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_sparsity": "snapcv"}, "choose one of"),
+        ({"kv_sparsity": 5}, "kv_sparsity"),
+        ({"kv_sparsity": "snapkv", "kv_budget": 10}, "budget"),
+        ({"kv_sparsity": "adakv"}, "different numbers of tokens"),
+        ({"kv_sparsity": "snapkv", "pool": "contiguous"}, "paged"),
+        ({"kv_sparsity": KVSparsity.named("snapkv", first_full=3)}, "first_full"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_at_the_start(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_llm(MODEL, **settings)
+
+
+def test_log_probabilities_of_the_prompt_are_refused():
+    llm = tiny_llm(MODEL, kv_sparsity=POLICIES["snapkv"])
+    with pytest.raises(ValueError, match="kv_sparsity"):
+        llm.generate([PROMPTS[0]], SamplingParams(max_tokens=2, prompt_logprobs=1))
+    idle(llm)
+
+
+class ThinScript(Script):
+    """Asks for no log-probabilities inside the prompt, and is checked by what its policy keeps of it."""
+
+    policy = POLICIES["snapkv"]
+
+    async def observe(self, branches, which, at):
+        branch = branches[which % len(branches)]
+        given, here = len(branch.tree.prompt_tokens), branch.num_tokens
+        if branch.lineage()[-1].path_tokens[:given] == branch.tree.prompt_tokens and here > given:
+            await super().observe(branches, which, given - 1 + at % (here - given))
+
+    def check(self, tree):
+        given = len(tree.prompt_tokens)
+        for branch in tree.branches():
+            tokens = branch.path_tokens
+            whole = all(each.start >= given for each in branch.lineage()[1:])
+            logits = thinned_logits(tokens, given, self.policy) if whole else dense_logits(MODEL, tokens)
+            exact = logits.log_softmax(-1)
+            for position, logprob in enumerate(branch.logprobs, branch.start):
+                if logprob is not None:
+                    assert logprob == pytest.approx(float(exact[position - 1, tokens[position]]), abs=TOLERANCE)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    scripts=st.lists(st.tuples(st.sampled_from(PROMPTS), operations, st.booleans()), min_size=1, max_size=3),
+    page_size=st.sampled_from([1, 16]),
+    num_kv_slots=st.sampled_from([144, 192, 4096]),
+    max_num_rows=st.sampled_from([5, 17, 256]),
+    caching=st.booleans(),
+    looks_ahead=st.booleans(),
+    guesses=st.booleans(),
+    aborted=st.tuples(small, small),
+)
+def test_random_programs(
+    scripts, page_size, num_kv_slots, max_num_rows, caching, looks_ahead, guesses, aborted
+):
+    llm = tiny_llm(
+        MODEL,
+        page_size=page_size,
+        num_kv_slots=num_kv_slots,
+        max_num_rows=max_num_rows,
+        enable_prefix_caching=caching,
+        looks_ahead=looks_ahead,
+    )
+    engine = llm.engine
+    if guesses:
+        engine.speculator = Speculator(Rivals([Noise(), NgramDrafter()]), engine.kv, tree_size=9, adaptive=False)
+    programs = [ThinScript(script) for _, script, _ in scripts]
+    requests = [
+        engine.add(program.run, prompt, seed=i, sparsity=program.policy)
+        for i, (program, (prompt, _, _)) in enumerate(zip(programs, scripts, strict=True))
+    ]
+    for step in range(5000):
+        if not engine.requests:
+            break
+        if step == aborted[0]:
+            engine.abort(requests[aborted[1] % len(requests)])
+        engine.step()
+        engine.check_integrity()
+    assert not engine.requests, "some request never ends"
+    for program, request in zip(programs, requests, strict=True):
+        program.check(request.tree)
+        if request.error is not None and "aborted" not in str(request.error):
+            assert isinstance(request.error, Mischief | Exception), repr(request.error)
+    engine.kv.clear_cache()
+    engine.check_integrity()
+    assert engine.kv.pool.num_free == engine.kv.num_slots
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 6)), min_size=1, max_size=12),
+    page_size=st.sampled_from([1, 16, 32]),
+)
+def test_strips_of_pages_never_overlap(runs, page_size):
+    counts = [count for count, layers in runs for _ in range(layers)]
+    strips, pages = lay_out(counts, page_size)
+    taken = np.zeros((pages, len(counts)), int)
+    for strip in strips:
+        assert len(strip.pages) == -(-counts[strip.first] // page_size)
+        for page, column in zip(strip.pages, strip.columns, strict=True):
+            taken[page, column : column + strip.width] += 1
+    assert taken.max() <= 1
+    assert taken.sum() == sum(-(-count // page_size) for count in counts)
+    assert sum(strip.width for strip in strips) == len(counts)
