@@ -15,6 +15,7 @@ from tiny import greedy, idle, tiny_llm, tiny_model
 from treewise import SamplingParams, Speculation, attention, decode, generate, layers, runner
 from treewise.graphs import GraphCache, padded
 from treewise.ops import linear
+from treewise.sparsity.policy import KVSparsity
 from treewise.speculate import sprouts
 from treewise.speculate.eagle import EagleDrafter
 from treewise.speculate.eagle_heads import Eagle1Head, Eagle3Head
@@ -63,6 +64,20 @@ def test_captured_steps_are_eager_steps(model, room):
     outputs = llm.generate(prompts, params)
     for prompt, own, output in zip(prompts, params, outputs, strict=True):
         assert output.outputs[0].token_ids == greedy(model, prompt, own.max_tokens)
+    graphs = llm.engine.runner.graphs
+    assert 0 < graphs.num_captures < graphs.num_replays
+    idle(llm)
+
+
+@pytest.mark.parametrize("every", [None, 6])
+def test_steps_with_keys_that_were_thinned_out(every):
+    policy = KVSparsity.named("novita", budget=12, window=4, sinks=1, first_full=1, every=every)
+    prompts = [list(range(1, 30)), [5, 9, 2] * 8]
+    params = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
+    llm = with_graphs(MODEL, 3)
+    outputs = llm.generate([*prompts, [3, 1]], params, kv_sparsity=[policy, policy, "full"])
+    expected = tiny_llm(MODEL).generate([*prompts, [3, 1]], params, kv_sparsity=[policy, policy, "full"])
+    assert [output.outputs[0].token_ids for output in outputs] == [own.outputs[0].token_ids for own in expected]
     graphs = llm.engine.runner.graphs
     assert 0 < graphs.num_captures < graphs.num_replays
     idle(llm)

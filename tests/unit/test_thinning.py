@@ -217,6 +217,18 @@ def test_lone_branches_stay_within_their_budget(policy, options):
     idle(llm)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_tokens_on_a_gpu(policy, cuda_graphs):
+    model = tiny_model(windows=(None, 11, None, None), max_positions=160).to("cuda")
+    llm = tiny_llm(model, device="cuda", cuda_graphs=cuda_graphs, kv_sparsity=policy)
+    expected = [thinned_greedy(prompt, GREEDY.max_tokens, policy) for prompt in PROMPTS]
+    for _ in range(2):
+        assert [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY)] == expected
+    idle(llm)
+
+
 def test_guesses_see_what_stays():
     policy, prompt = POLICIES["snapkv"], PROMPTS[1]
     llm = tiny_llm(MODEL, kv_sparsity=policy)
