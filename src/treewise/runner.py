@@ -229,6 +229,34 @@ class Runner:
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
     @torch.inference_mode()
+    def rehearse(self, tree: TreeSpec) -> None:
+        """Compute the queries of a tree that nobody has asked for, so that kernels are compiled.
+
+        Their keys go to slot 0, and what they read means nothing.
+        """
+        tokens, positions, slots = torch.zeros((3, tree.num_queries), dtype=torch.int64, device=self.device)
+        self._compute(tokens, positions, slots, self._plan(tree, self._any_slots(tree), room=0))
+
+    @torch.inference_mode()
+    def make_ready(self, tree: TreeSpec, rows: int, grows: bool) -> None:
+        """Capture a graph for steps of up to so many rows on trees like this one, unless there is one.
+
+        Parameters
+        ----------
+        tree : TreeSpec
+        rows : int
+            As `treewise.graphs.padded` gives them, at least the tree's queries.
+        grows : bool
+            Whether each query is at the last token of a leaf of its own, behind which there is to be room.
+        """
+        if self.graphs is not None:
+            plans = self._plan(tree, self._any_slots(tree), room=self.room if grows else 0)
+            self.graphs.make_ready(rows, 3, plans)
+
+    def _any_slots(self, tree: TreeSpec) -> Slots:
+        return np.arange(tree.num_tokens, dtype=np.int32) % self.k.shape[1]
+
+    @torch.inference_mode()
     def move(self, kv: KVManager) -> None:
         """Move keys and values, and what else lies under their slots, that must be elsewhere by the next forward."""
         if copies := kv.take_copies():
