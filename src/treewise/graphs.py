@@ -83,7 +83,8 @@ class StepGraph:
             self._plans = plans
         rows = inputs.shape[1]
         self._inputs[:, :rows] = inputs
-        self._inputs[2, rows:] = self.spare_slot
+        if rows < self.rows:
+            self._inputs[2, rows:] = self.spare_slot
         self._replay()
         return self._hidden[:rows]
 

@@ -106,8 +106,12 @@ class Runner:
         self.device, self.dtype = model.device, model.dtype
         shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
         self.kv_dtype = kv_dtype
-        self.k = _zeros(shape, self.kv_dtype, self.device)
-        self.v = _zeros(shape, self.kv_dtype, self.device)
+        pool = _zeros((2, *shape), self.kv_dtype, self.device)
+        self.k, self.v = pool.unbind()
+        # The keys of a token in a layer, or the values, are a row; not every operation knows 8-bit floats.
+        rows = pool.view(2 * config.num_layers * num_slots, -1)
+        self._rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+        self._starts = torch.arange(0, len(rows), num_slots, device=self.device)[:, None]  # of the layers
         self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
         self.followers: list[Callable[[Move], None]] = [self.copy]
         self.watchers: list[Callable[[Ints, Tensor], None]] = []
@@ -270,10 +274,12 @@ class Runner:
                 follow(move)
 
     def copy(self, move: Move) -> None:
-        """Move keys and values of this runner."""
-        for pool in (self.k, self.v):
-            raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool  # not every operation knows 8-bit floats
-            raw.index_copy_(1, move.target_there, raw.index_select(1, move.source_there))
+        """Move keys and values of this runner.
+
+        Along a dimension within a large tensor `index_copy_` would start a kernel for each two gigabytes of it.
+        """
+        source, target = ((self._starts + slots).view(-1) for slots in (move.source_there, move.target_there))
+        self._rows.index_copy_(0, target, self._rows.index_select(0, source))
 
     def _compute(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, plans: Plans, wanted: Tensor | None = None

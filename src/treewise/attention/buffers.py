@@ -82,8 +82,8 @@ class PlanBuffers:
         }
         arrays: dict[str, Any] = {name: np.zeros(size, np.int32) for name, size in sizes.items()}
         arrays["items"] = np.zeros((first[-1], 8), np.int32)
+        arrays["kv_readers"] = np.zeros(tokens, np.int64)
         extra: dict[str, Any] = {
-            "kv_readers": np.zeros(sizes["kv_slots"], np.int64),
             "reduce_queries": arrays["reduce_rows"],
             "mask_words": plan.mask_words,
         }
