@@ -89,7 +89,7 @@ def tiny_llm(
     model: CausalLM | None = None, codec: Bytes | None = None, looks_ahead: bool | None = None, **options: Any
 ) -> LLM:
     """Return an engine around `model`, or around ``tiny_model()``."""
-    options = {"num_kv_slots": 4096, "device": "cpu"} | options
+    options = {"num_kv_slots": 4096, "device": "cpu", "capture_rows": 0} | options
     llm = LLM(tiny_model() if model is None else model, tokenizer=cast(Tokenizer, codec or Bytes()), **options)
     if looks_ahead is not None:
         llm.engine.looks_ahead = looks_ahead

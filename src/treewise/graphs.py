@@ -68,10 +68,18 @@ class StepGraph:
         fixed = {kind: buffers.plan for kind, buffers in self._buffers.items()}
         self._replay, self._hidden = capture(lambda: compute(*self._inputs, fixed))
 
-    def fits(self, plans: Plans) -> bool:
-        """Whether the graph can run these plans."""
-        alike = self._buffers.keys() == plans.keys()
-        return alike and all(self._buffers[kind].misfit(plan) is None for kind, plan in plans.items())
+    def runs(self, plans: Plans) -> bool:
+        """Whether these plans are those of the last run."""
+        return plans is self._plans
+
+    def excess(self, plans: Plans) -> list[tuple[bool, int, int, bool]] | None:
+        """Tell how much more than these plans need the graph is made for, see `PlanBuffers.excess`; None: it is not."""
+        if self._buffers.keys() != plans.keys():
+            return None
+        pairs = [(self._buffers[kind], plan) for kind, plan in plans.items()]
+        if any(buffers.misfit(plan) is not None for buffers, plan in pairs):
+            return None
+        return [buffers.excess(plan) for buffers, plan in pairs]
 
     def run(self, inputs: Tensor, plans: Plans) -> Tensor:
         """Run a step.
@@ -94,13 +102,14 @@ class StepGraph:
             self._plans = plans
         rows = inputs.shape[1]
         self._inputs[:, :rows] = inputs
-        self._inputs[2, rows:] = self.spare_slot
+        if rows < self.rows:
+            self._inputs[2, rows:] = self.spare_slot
         self._replay()
         return self._hidden[:rows]
 
 
 class GraphCache:
-    """Finds a graph for a step, and captures one where a kind of step comes back.
+    """Finds a graph for a step, and captures one where a kind of step comes back, or beforehand.
 
     Parameters
     ----------
@@ -120,7 +129,7 @@ class GraphCache:
         compute: Compute,
         spare_slot: int,
         max_rows: int = 8192,
-        max_graphs: int = 32,
+        max_graphs: int = 128,
         capture: Capture | None = None,
     ) -> None:
         self.compute = compute
@@ -136,7 +145,7 @@ class GraphCache:
     def run(self, inputs: Tensor, plans: Plans) -> Tensor | None:
         """Run a step of decoding by a graph; see `StepGraph.run`. None if there is none for it, yet or ever."""
         num_inputs, rows = inputs.shape
-        if rows > self.max_rows or any(plan.mask != "intervals" for plan in plans.values()):
+        if not self._can_capture(rows, plans):
             return None
         graph = self._find(padded(rows), num_inputs, plans)
         if graph is None:
@@ -144,17 +153,47 @@ class GraphCache:
         self.num_replays += 1
         return graph.run(inputs, plans)
 
+    def make_ready(self, rows: int, num_inputs: int, plans: Plans) -> None:
+        """Capture a graph for steps of so many rows under plans like these, unless there is one.
+
+        Parameters
+        ----------
+        rows : int
+            As `padded` gives them.
+        num_inputs : int
+            What `compute` takes of each row.
+        plans : Plans
+            Of at most so many rows.
+        """
+        if self._can_capture(rows, plans):
+            best = min(self._fitting(rows, plans), default=None)
+            if best is None or any(is_other for is_other, *_ in best[0]):
+                self._capture_for(rows, num_inputs, plans)
+
+    def _can_capture(self, rows: int, plans: Plans) -> bool:
+        return rows <= self.max_rows and all(plan.mask == "intervals" for plan in plans.values())
+
     def _find(self, rows: int, num_inputs: int, plans: Plans) -> StepGraph | None:
-        for number in reversed(range(len(self._graphs))):
-            graph = self._graphs[number]
-            if graph.rows == rows and (graph._plans is plans or graph.fits(plans)):
-                self._graphs.append(self._graphs.pop(number))
-                return graph
+        graphs = self._graphs
+        found = next((place for place in reversed(range(len(graphs))) if graphs[place].runs(plans)), None)
+        if found is None and (fitting := self._fitting(rows, plans)):
+            found = min(fitting)[1]
+        if found is not None:
+            graphs.append(graphs.pop(found))
+            return graphs[-1]
         # A shape that came once may never come again: the second time is worth a capture.
         kind = (rows, *(len(plan.kv_slots).bit_length() for plan in plans.values()))
         if kind not in self._missed:
             self._missed.add(kind)
             return None
+        return self._capture_for(rows, num_inputs, plans)
+
+    def _fitting(self, rows: int, plans: Plans) -> list[tuple[list[tuple[bool, int, int, bool]], int]]:
+        """Return how much more than needed the graphs that fit are made for, and where they are."""
+        sized = [(place, graph) for place, graph in enumerate(self._graphs) if graph.rows == rows]
+        return [(excess, place) for place, graph in sized if (excess := graph.excess(plans)) is not None]
+
+    def _capture_for(self, rows: int, num_inputs: int, plans: Plans) -> StepGraph:
         if len(self._graphs) == self.max_graphs:
             del self._graphs[0]
         self.num_captures += 1

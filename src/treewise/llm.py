@@ -17,7 +17,7 @@ from treewise.awaitables import Observe, generate
 from treewise.branch import Branch, BranchTree
 from treewise.budgets import Budget
 from treewise.codec import Message, checked_tokens
-from treewise.config import BeamSearchParams, SamplingParams, Speculation
+from treewise.config import BeamSearchParams, SamplingParams, Speculation, check_integer
 from treewise.constraint import Lexicon
 from treewise.engine import Engine, Request
 from treewise.kv import CacheStatistics, KVManager, make_pool
@@ -35,6 +35,7 @@ from treewise.speculate.drafters import prepare
 from treewise.speculate.speculator import Speculator
 from treewise.tree import Forest
 from treewise.turns import Conversation, opens_reply
+from treewise.warmup import warm_up
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation, which the model's chat template writes."""
@@ -113,6 +114,9 @@ class LLM:
     cuda_graphs : bool, optional
         Replay steps of decoding as CUDA graphs, whose trees may fork, grow and be pruned in between; by default where
         there is a GPU.
+    capture_rows : int
+        Where steps are captured, common ones of up to so many rows are before the first request, which takes a few
+        seconds; others are when they come the second time. 0: nothing is done beforehand.
     seed : int
         Of all requests that have no seed of their own.
     speculate : str or Speculation, optional
@@ -149,6 +153,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         cuda_graphs: bool | None = None,
+        capture_rows: int = 256,
         seed: int = 0,
         speculate: str | Speculation | None = None,
         kv_sparsity: str | KVSparsity | None = None,
@@ -157,6 +162,7 @@ class LLM:
         device = _resolve_device(device)
         if max_num_rows < 1:
             raise ValueError(f"max_num_rows: {max_num_rows} rows a step are too few; at least 1")
+        check_integer("capture_rows", capture_rows, 0)
         if kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype is {kv_cache_dtype!r}; choose one of {', '.join(KV_CACHE_DTYPES)}")
         if isinstance(model, CausalLM):
@@ -186,6 +192,7 @@ class LLM:
         speculator = None
         if settings is not None and drafter is not None:
             speculator = Speculator(drafter.make(runner, max_num_rows), kv, settings.tree_size, settings.adaptive)
+        warm_up(runner, max_num_rows, capture_rows)
         self.engine = Engine(
             runner,
             kv,

@@ -107,8 +107,12 @@ class Runner:
         self.device, self.dtype = model.device, model.dtype
         shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
         self.kv_dtype = kv_dtype
-        self.k = _zeros(shape, self.kv_dtype, self.device)
-        self.v = _zeros(shape, self.kv_dtype, self.device)
+        pool = _zeros((2, *shape), self.kv_dtype, self.device)
+        self.k, self.v = pool.unbind()
+        # The keys of a token in a layer, or the values, are a row; not every operation knows 8-bit floats.
+        rows = pool.view(2 * config.num_layers * num_slots, -1)
+        self._rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows
+        self._starts = torch.arange(0, len(rows), num_slots, device=self.device)[:, None]  # of the layers
         self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
         self.followers: list[Callable[[Move], None]] = [self.copy]
         self.watchers: list[Callable[[Ints, Tensor], None]] = []
@@ -243,6 +247,34 @@ class Runner:
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
     @torch.inference_mode()
+    def rehearse(self, tree: TreeSpec) -> None:
+        """Compute the queries of a tree that nobody has asked for, so that kernels are compiled.
+
+        Their keys go to slot 0, and what they read means nothing.
+        """
+        tokens, positions, slots = torch.zeros((3, tree.num_queries), dtype=torch.int64, device=self.device)
+        self._compute(tokens, positions, slots, self._plan(tree, self._any_slots(tree), room=0))
+
+    @torch.inference_mode()
+    def make_ready(self, tree: TreeSpec, rows: int, grows: bool) -> None:
+        """Capture a graph for steps of up to so many rows on trees like this one, unless there is one.
+
+        Parameters
+        ----------
+        tree : TreeSpec
+        rows : int
+            As `treewise.graphs.padded` gives them, at least the tree's queries.
+        grows : bool
+            Whether each query is at the last token of a leaf of its own, behind which there is to be room.
+        """
+        if self.graphs is not None:
+            plans = self._plan(tree, self._any_slots(tree), room=self.room if grows else 0)
+            self.graphs.make_ready(rows, 3, plans)
+
+    def _any_slots(self, tree: TreeSpec) -> Slots:
+        return np.arange(tree.num_tokens, dtype=np.int32) % self.k.shape[1]
+
+    @torch.inference_mode()
     def move(self, kv: KVManager) -> None:
         """Move keys and values, and what else lies under their slots, that must be elsewhere by the next forward."""
         if copies := kv.take_copies():
@@ -256,10 +288,12 @@ class Runner:
                 follow(move)
 
     def copy(self, move: Move) -> None:
-        """Move keys and values of this runner."""
-        for pool in (self.k, self.v):
-            raw = _bytes(pool)
-            raw.index_copy_(1, move.target_there, raw.index_select(1, move.source_there))
+        """Move keys and values of this runner.
+
+        Along a dimension within a large tensor `index_copy_` would start a kernel for each two gigabytes of it.
+        """
+        source, target = ((self._starts + slots).view(-1) for slots in (move.source_there, move.target_there))
+        self._rows.index_copy_(0, target, self._rows.index_select(0, source))
 
     def thin_out(self, slots: Sequence[Slots], select: Callable[[int, Tensor, Tensor], Tensor | None]) -> list[Tensor]:
         """Return the keys and values that layers keep of some tokens, see `store_kept`.
@@ -277,10 +311,10 @@ class Runner:
         list of Tensor [2, kept, kv_heads, head_dim]
             Of each layer.
         """
-        pools = [_bytes(pool).flatten(0, 1) for pool in (self.k, self.v)]
+        config = self.model.config
         thinned = []
         for layer, there in enumerate(upload_together(slots, self.device)):
-            both = torch.stack([pool.index_select(0, there) for pool in pools])
+            both = self._rows.index_select(0, self._both(there)).view(2, len(there), config.num_kv_heads, -1)
             chosen = select(layer, *both.view(self.kv_dtype))
             if chosen is not None:
                 both = both.gather(1, chosen.T[None, :, :, None].expand(2, -1, -1, both.shape[-1]))
@@ -289,11 +323,12 @@ class Runner:
 
     def store_kept(self, kept: Kept, thinned: Sequence[Tensor]) -> None:
         """Put what layers keep where it belongs; moves that are due come first."""
-        slots = upload_together([kept.slots_from(layer) for layer in range(len(self.k))], self.device)
-        for i, pool in enumerate((self.k, self.v)):
-            flat = _bytes(pool).flatten(0, 1)
-            for there, both in zip(slots, thinned, strict=True):
-                flat.index_copy_(0, there, both[i])
+        [slots] = upload_together([np.concatenate(list(map(kept.slots_from, range(len(self.k)))))], self.device)
+        self._rows.index_copy_(0, self._both(slots), torch.cat(thinned, dim=1).flatten(2).flatten(0, 1))
+
+    def _both(self, slots: Tensor) -> Tensor:
+        """Return the rows of keys and then those of values at slots that are numbered over all layers."""
+        return torch.cat((slots, slots + len(self._rows) // 2))
 
     def _compute(
         self,
@@ -376,11 +411,6 @@ class Runner:
 
 def _indices(copies: Sequence[Copy]) -> list[Slots]:
     return [slots for copy in copies for slots in (copy.source, copy.target)]
-
-
-def _bytes(pool: Tensor) -> Tensor:
-    """Return `pool` as something that every operation knows, which is not so of 8-bit floats."""
-    return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

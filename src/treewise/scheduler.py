@@ -506,9 +506,9 @@ class _Steady(NamedTuple):
             if places is None:
                 if length != before:
                     return False
-            elif tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length:
-                return False
-            elif _waits(lane, tip):
+            elif (
+                tip.computed + 1 != length or not lane.wanted + 1 == lane.end == tip.start + length or _waits(lane, tip)
+            ):
                 return False
         try:
             self.batch.grow(self.kv)

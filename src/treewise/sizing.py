@@ -72,7 +72,8 @@ def bytes_per_token(model: CausalLM, kv_dtype: torch.dtype) -> int:
 def step_bytes(model: CausalLM, num_rows: int) -> int:
     """Return the most memory that steps of so many rows take beside weights, keys and values.
 
-    Captured graphs keep memory of their own up to the output head, which all of them share.
+    Captured graphs keep memory of their own up to the output head, which all of them share. What each keeps beside
+    that, some megabytes, comes out of what the memory share leaves free.
     """
     config, device = model.config, model.device
     rows = torch.zeros(num_rows, dtype=torch.int64, device=device)

@@ -11,6 +11,7 @@ from treewise.batch import ACCEPTED, Guesses
 from treewise.graphs import Plans
 from treewise.kv import KVManager, Slots
 from treewise.plan import TreeSpec
+from treewise.plan.layout import pack
 from treewise.thicket import Ints
 from treewise.tree import Node
 
@@ -36,10 +37,10 @@ class _Planned(NamedTuple):
         Slots of the paths in the last step.
     rows : list of int
         The row of each leaf; those of its guesses follow.
-    open : int64 [guesses]
-        The open token of each guess.
     own : int64 [guesses]
         The row of each guess.
+    places : list of (int64 [places], int64 [places] or slice)
+        Where guesses stand in each plan, and which of them at each place, see `Plan.places`.
     """
 
     plans: Plans
@@ -47,8 +48,8 @@ class _Planned(NamedTuple):
     lengths: list[int]
     paths: list[Slots]
     rows: list[int]
-    open: Ints
     own: Ints
+    places: list[tuple[Ints, Ints | slice]]
 
     def goes_on(self, paths: Sequence[Slots]) -> bool:
         """Whether there is room for what leaves have gained, and no key has moved."""
@@ -83,16 +84,16 @@ class _Planned(NamedTuple):
             slots.append(path[len(last) :])
         self.paths[:] = paths
         guesses = [guesses for _, guesses in stems if guesses is not None]
-        slots += [each.slot[each.rows] for each in guesses]
-        below = np.concatenate([each.below for each in guesses])
-        filled = (
-            np.concatenate((np.array(tokens, np.int64), self.open)),
-            np.concatenate(slots),
-            np.concatenate((np.array(low, np.int64), self.own)),
-            np.concatenate((np.array(high, np.int64), self.own + below)),
-        )
-        for plan in self.plans.values():
-            plan.fill(*filled)
+        guessed = np.concatenate([each.slot[each.rows] for each in guesses])
+        see_guesses = pack(self.own, self.own + np.concatenate([each.below for each in guesses]))
+        gained, see_gained = np.concatenate(slots), pack(np.array(low), np.array(high))
+        for plan, (places, which) in zip(self.plans.values(), self.places, strict=True):
+            own, of = plan.places(np.array(tokens, np.int64))
+            plan.fill(
+                np.concatenate((own, places)),
+                np.concatenate((gained[of], guessed[which])),
+                np.concatenate((see_gained[of], see_guesses[which])),
+            )
 
 
 class StemPlanner:
@@ -161,14 +162,15 @@ class StemPlanner:
         rows = np.empty_like(order)
         rows[order] = np.arange(len(order))
         leaves: list[int] = rows[: len(stems)].tolist()
+        guesses = len(stems) * ROOM + np.arange(sum(sizes))
         return _Planned(
             plans,
             sizes,
             [len(path) for path in paths],
             paths,
             leaves,
-            len(stems) * ROOM + np.arange(sum(sizes)),
             np.concatenate([row + 1 + np.arange(size) for row, size in zip(leaves, sizes, strict=True)]),
+            [plan.places(guesses) for plan in plans.values()],
         )
 
 

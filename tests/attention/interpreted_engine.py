@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import greedy, idle, tiny_llm, tiny_model
 
-from treewise import SamplingParams, Speculation, attention, decode, generate, layers, runner
+from treewise import SamplingParams, Speculation, attention, decode, generate, layers, runner, warmup
 from treewise.graphs import GraphCache, padded
 from treewise.ops import linear
 from treewise.sparsity.policy import KVSparsity
@@ -190,6 +190,34 @@ def test_a_replay_is_the_eager_step_whatever_came_before(monkeypatch):
         assert [len(output.outputs[0].token_ids) for output in outputs] == [own.max_tokens for own in params]
     assert runner.graphs.num_replays > runner.graphs.num_captures > 2
     idle(llm)
+
+
+def test_common_steps_are_captured_before_the_first_request(monkeypatch):
+    monkeypatch.setattr(warmup, "PROMPT", 40)
+    monkeypatch.setattr(warmup, "CHUNK", 5)
+    llm = with_graphs(MODEL, 2)
+    runner, graphs = llm.engine.runner, llm.engine.runner.graphs
+    pools = [pool.clone() for pool in (runner.k, runner.v)]
+    warmup.warm_up(runner, 100, 4)
+    for pool, before in zip((runner.k, runner.v), pools, strict=True):
+        assert torch.equal(pool[:, 1:], before[:, 1:])  # slot 0 is nobody's
+    captures = graphs.num_captures
+    assert captures >= len(warmup.sizes(4)) and graphs.num_replays == 0
+    prompts = [[7, 1, 9] * 6, list(range(1, 20))]
+    params = SamplingParams(n=2, temperature=0, max_tokens=8, ignore_eos=True)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        assert [each.token_ids for each in output.outputs] == [greedy(MODEL, prompt, 8)] * 2
+    assert graphs.num_captures == captures and graphs.num_replays == 7  # all but the prompts' step
+    idle(llm)
+
+
+def test_nothing_is_done_beforehand_where_nothing_is_to_be_captured(monkeypatch):
+    llm = with_graphs(MODEL, 2)
+    warmup.warm_up(llm.engine.runner, 100, 0)
+    assert llm.engine.runner.graphs.num_captures == 0
+    llm.engine.runner.graphs = None
+    monkeypatch.setattr(llm.engine.runner, "rehearse", None)
+    warmup.warm_up(llm.engine.runner, 100, 4)
 
 
 def test_other_steps_are_not_captured():

@@ -654,11 +654,15 @@ def test_trees_fork_and_are_pruned_between_replays_of_a_graph():
         return [branch.token_ids for branch in frontier]
 
     model = tiny_model().to("cuda")
-    engines = [tiny_llm(model, device="cuda", cuda_graphs=graphs) for graphs in (False, True)]
-    eager, captured = (llm.run(grow, [list(range(1, 40)), [5] * 9], seed=1) for llm in engines)
-    assert [output.value for output in captured] == [output.value for output in eager]
-    graphs = engines[1].engine.runner.graphs
+    options = [{"cuda_graphs": False}, {}, {"capture_rows": 16}]
+    engines = [tiny_llm(model, device="cuda", **own) for own in options]
+    before = engines[2].engine.runner.graphs.num_captures
+    eager, captured, beforehand = (llm.run(grow, [list(range(1, 40)), [5] * 9], seed=1) for llm in engines)
+    for outputs in (captured, beforehand):
+        assert [output.value for output in outputs] == [output.value for output in eager]
+    graphs, ready = (llm.engine.runner.graphs for llm in engines[1:])
     assert graphs.num_replays > 2 * graphs.num_captures > 0
+    assert ready.num_replays > graphs.num_replays and ready.num_captures <= before + graphs.num_captures
     for llm in engines:
         idle(llm)
 

@@ -21,7 +21,7 @@ from treewise.speculate.ngram import NgramDrafter
 from treewise.speculate.speculator import Speculator
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_engine_fuzz import TOLERANCE, Mischief, Script, operations, small  # noqa: E402
+from test_engine_fuzz import TOLERANCE, Mischief, Script, operations, small
 
 MODEL = tiny_model(windows=(None, 11, None, None), max_positions=160)
 PROMPTS = [list(range(1, 60)), [7, 5, 3] * 20, [*range(1, 30), 9, 9, 4, *range(60, 90)]]
@@ -296,9 +296,7 @@ class ThinScript(Script):
     guesses=st.booleans(),
     aborted=st.tuples(small, small),
 )
-def test_random_programs(
-    scripts, page_size, num_kv_slots, max_num_rows, caching, looks_ahead, guesses, aborted
-):
+def test_random_programs(scripts, page_size, num_kv_slots, max_num_rows, caching, looks_ahead, guesses, aborted):
     llm = tiny_llm(
         MODEL,
         page_size=page_size,

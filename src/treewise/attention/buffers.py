@@ -15,6 +15,10 @@ from treewise.plan.devices import multiprocessors
 
 DEEPEST = 32
 """Key tokens a row that there is room for at least: a wide search that branches less and less fits to its end."""
+TOKENS = 1 << 16
+"""Key tokens that there is room for at least: 20 branches of 3,000 tokens, in less than a megabyte."""
+WIDEST = 128
+"""Packed rows of the widest items."""
 
 
 class PlanBuffers:
@@ -58,15 +62,15 @@ class PlanBuffers:
         work = prepare(plan)
         # Programs without an item wait for a multiprocessor like others: where all items run at once, none is spare.
         wave = max(1, multiprocessors(plan.device) // plan.num_kv_heads)
-        waves = [-(-launch.num_items // wave) for launch in work.launches]
-        capacity = [wave * (number + number // 4) for number in waves]
+        capacity = [_whole_waves(launch.num_items, wave * _at_once(launch)) for launch in work.launches]
         first = [0, *accumulate(capacity)]
         launches = tuple(
             launch._replace(first=start, num_items=items)
             for launch, start, items in zip(work.launches, first, capacity, strict=False)
         )
         merged = min(rows, max(128, _round_up(len(plan.reduce_rows)) + rows - plan.num_rows))
-        tokens = max(_round_up(len(plan.kv_slots)), DEEPEST * rows)
+        tokens = max(_round_up(len(plan.kv_slots)), DEEPEST * rows, TOKENS)
+        partials = wave * WIDEST // (plan.num_heads // plan.num_kv_heads)  # of as many items as run at once
         sizes = {
             "row_order": rows,
             "row_position": rows,
@@ -74,12 +78,12 @@ class PlanBuffers:
             "kv_position": tokens if len(plan.kv_position) else 0,
             "reduce_rows": merged,
             "reduce_indptr": merged + 1,
-            "reduce_entries": max(_round_up(plan.num_entries), rows),
+            "reduce_entries": max(_round_up(plan.num_entries), partials, rows),
         }
         arrays: dict[str, Any] = {name: np.zeros(size, np.int32) for name, size in sizes.items()}
         arrays["items"] = np.zeros((first[-1], 8), np.int32)
+        arrays["kv_readers"] = np.zeros(tokens, np.int64)
         extra: dict[str, Any] = {
-            "kv_readers": np.zeros(sizes["kv_slots"], np.int64),
             "reduce_queries": arrays["reduce_rows"],
             "mask_words": plan.mask_words,
         }
@@ -112,6 +116,24 @@ class PlanBuffers:
         if self._assign(plan) is None:
             return "its items need other kernels, or more of them"
         return None
+
+    def excess(self, plan: Plan) -> tuple[bool, int, int, bool]:
+        """Tell how much more than a plan that fits needs the kernels of the capture are made for.
+
+        Returns
+        -------
+        (bool, int, int, bool)
+            Whether they are made for items of another kind, how many packed rows and how many items they have to
+            spare, and whether they look up an order of rows that the plan does not need. Of two captures that fit, the
+            one whose tuple is smaller takes less time.
+        """
+        mine, wanted = prepare(self.plan), prepare(plan)
+        rows, items = (
+            sum(getattr(launch, name) for launch in mine.launches)
+            - sum(getattr(launch, name) for launch in wanted.launches)
+            for name in ("packed", "num_items")
+        )
+        return self.plan.kernel_bounds != plan.kernel_bounds, rows, items, wanted.ordered and not mine.ordered
 
     def load(self, plan: Plan) -> None:
         """Make `plan` the one that the captured graph runs; afterwards `Plan.grow` grows it there.
@@ -159,6 +181,17 @@ class PlanBuffers:
 def _takes(kernel: Launch, launch: Launch) -> bool:
     fits = launch.packed <= kernel.packed and launch.num_items <= kernel.num_items
     return fits and kernel.masked >= launch.masked and launch.run % kernel.run == 0
+
+
+def _at_once(launch: Launch) -> int:
+    """Return how many programs of a launch a multiprocessor runs at once, at least."""
+    return 1 if launch.packed > WIDEST // 2 else 2
+
+
+def _whole_waves(items: int, wave: int) -> int:
+    """Leave a quarter free where there are several waves, in steps of one."""
+    waves = -(-items // wave)
+    return wave * (waves + waves // 4)
 
 
 def _round_up(size: int) -> int:

@@ -46,6 +46,8 @@ class Subject:
         The most rows of a step; 1024, or what all leaves together need, if left out.
     cuda_graphs : bool
         Replay captured decode steps; what a GPU does if left out.
+    capture_rows : int
+        Common decode steps of up to so many rows are captured before the first request.
     """
 
     model: str = "smollm2-135m"
@@ -55,6 +57,7 @@ class Subject:
     page_size: int = 16
     max_num_rows: int | None = None
     cuda_graphs: bool | None = None
+    capture_rows: int = 256
 
     @property
     def place(self) -> torch.device:
@@ -113,6 +116,7 @@ class Subject:
             page_size=self.page_size,
             max_num_rows=self._num_rows(widest),
             cuda_graphs=self.cuda_graphs,
+            capture_rows=self.capture_rows,
             **options,
         )
 

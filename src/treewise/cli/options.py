@@ -171,6 +171,8 @@ class ModelOptions:
         Keep the keys and values of prompts that may come again.
     cuda_graphs : bool
         Replay steps of decoding as CUDA graphs; what a GPU does if left out.
+    capture_rows : int
+        Common steps of up to so many rows are captured before the first request, others when they come the second time.
     engine_seed : int
         Root of the random streams of requests that have no seed of their own.
     speculate : str
@@ -193,6 +195,7 @@ class ModelOptions:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     cuda_graphs: bool | None = None
+    capture_rows: int = 256
     engine_seed: int = 0
     speculate: str | None = None
     tree_size: int = 64

@@ -69,6 +69,7 @@ class PagedPool:
         self._free = list(range(num_pages - 1, 0, -1))  # a stack; low pages first, so that fresh nodes lie in long runs
         self._runs: dict[Node, _Run] = {}
         self._lent: set[int] = set()
+        self._within_page = np.arange(page_size, dtype=np.int32)
         self._moves: dict[int, int] = {}  # new slot -> the slot whose keys it gets, all read before any is written
 
     @property
@@ -174,7 +175,7 @@ class PagedPool:
         pages = [self._take() for _ in range(count)]
         self._lent.update(pages)
         first = np.array(pages, np.int32) * self.page_size
-        return np.add.outer(first, np.arange(self.page_size, dtype=np.int32)).ravel()
+        return (first[:, None] + self._within_page).ravel()
 
     def take_back(self, slots: Slots) -> None:
         """See `SlotPool.take_back`."""

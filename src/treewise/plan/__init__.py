@@ -21,7 +21,7 @@ from treewise.plan.cut import cut as cut_layout
 from treewise.plan.data import ENTRY, FREE_END, IO, KV_START, Plan, merges, upload
 from treewise.plan.devices import default_backend
 from treewise.plan.growth import find_open, with_room
-from treewise.plan.layout import lay_out, unpack
+from treewise.plan.layout import lay_out
 from treewise.plan.spec import TreeSpec, check, whole_numbers
 
 __all__ = ["IO", "METHODS", "Plan", "TreeSpec", "plan_tree"]
@@ -174,10 +174,8 @@ def plan_tree(
         "reduce_entries": reduce_entries,
     }
     arrays = {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in arrays.items()}
-    kv_low, kv_high = unpack(kv_readers)
     masks: dict[str, Any] = {"mask_words": cut.mask_words, "mask_dense": cut.mask_dense}
     extra = {
-        "kv_readers": kv_readers,  # one load for both ends
         "reduce_queries": arrays["row_order"][reduce_rows],
         "room": place,
         "room_readers": room_readers,
@@ -202,9 +200,8 @@ def plan_tree(
         room=place,
         open_indptr=open_indptr,
         open_places=open_places,
-        tensors=upload(arrays | masks | extra, device),
-        kv_low=kv_low,
-        kv_high=kv_high,
+        tensors=upload(arrays | masks | extra | {"kv_readers": kv_readers}, device),
+        kv_readers=kv_readers,
         **arrays,
         **masks,
     )

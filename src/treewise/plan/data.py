@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treewise.plan.layout import indptr, pack, pairs, ranges, stable_order
+from treewise.plan.layout import indptr, pairs, ranges, stable_order, unpack
 from treewise.plan.spec import Ints, integers
 
 # Columns of Plan.items: one row a work item, so that a kernel gets all it needs in one 32-byte load.
@@ -66,8 +66,8 @@ class Plan:
         Logical positions; ``kv_position`` is empty unless there is a window.
     kv_slots : [tokens]
         Slot in the pool of each key token.
-    kv_low, kv_high : [tokens]
-        The interval of rows that see each key token; empty where no item is masked.
+    kv_readers : int64 [tokens]
+        The interval of rows that see each key token, see `treewise.plan.layout.pack`.
     items : [items, 8]
         ``ROW_LOW, ROW_HIGH, KV_START, KV_END, FREE_END, ENTRY, MASK, GROUP``. Key tokens before ``FREE_END`` are seen
         by every row of the item; the others are masked.
@@ -92,9 +92,8 @@ class Plan:
     grown : int
         How often the plan has grown.
     tensors : dict
-        What kernels read of the arrays above on the plan's device, uploaded in one copy; ``kv_readers`` is ``kv_low``
-        and ``kv_high`` in 64 bits, ``reduce_queries`` the queries of ``reduce_rows``, ``room_readers`` what `grow`
-        puts into ``kv_readers``.
+        What kernels read of the arrays above on the plan's device, uploaded in one copy; ``reduce_queries``
+        are the queries of ``reduce_rows``, ``room_readers`` what `grow` puts into ``kv_readers``.
     prepared : dict
         What a backend worked out once for this plan, by backend name.
     accepted_by : set of str
@@ -118,8 +117,7 @@ class Plan:
     row_order: Ints
     row_position: Ints
     kv_slots: Ints
-    kv_low: Ints
-    kv_high: Ints
+    kv_readers: Ints
     kv_position: Ints
     items: Ints
     group_tokens: Ints
@@ -144,6 +142,16 @@ class Plan:
         return len(self.row_order)
 
     @property
+    def kv_low(self) -> Ints:
+        """First row that sees each key token."""
+        return unpack(self.kv_readers)[0]
+
+    @property
+    def kv_high(self) -> Ints:
+        """End of the rows that see each key token."""
+        return unpack(self.kv_readers)[1]
+
+    @property
     def num_entries(self) -> int:
         """Partial results that are merged, one a row of each item that writes any."""
         return len(self.reduce_entries)
@@ -166,10 +174,10 @@ class Plan:
         if self.grown == len(self.room):
             raise ValueError(f"room is used up: the plan was made for {len(self.room)} more tokens a branch")
         slot = integers("slots", slots, self.num_rows, "one a query").astype(np.int32)
-        token = self.room[self.grown]
+        token, (kv_low, kv_high) = self.room[self.grown], unpack(self.kv_readers)
         row = np.empty_like(self.row_order)
         row[self.row_order] = np.arange(self.num_rows, dtype=row.dtype)
-        self.kv_slots[token], self.kv_low[token], self.kv_high[token] = slot, row, row + 1
+        self.kv_slots[token], kv_low[token], kv_high[token] = slot, row, row + 1
         self.row_position += 1
         self.num_slots = max(self.num_slots, int(slot.max()) + 1)
         on = self.tensors
@@ -181,7 +189,25 @@ class Plan:
         self.prepared.pop("cpu", None)  # it made copies
         self.grown += 1
 
-    def fill(self, tokens: Ints, slots: Ints, low: Ints, high: Ints) -> None:
+    def places(self, tokens: Ints) -> tuple[Ints, Ints | slice]:
+        """Return where open tokens stand among the key tokens, and which of `tokens` stands at each place.
+
+        Parameters
+        ----------
+        tokens : int64 [tokens]
+            Numbers of open tokens, none twice.
+
+        Returns
+        -------
+        int64 [places], int64 [places] or slice
+            A token that several tiles of rows read has several places.
+        """
+        if len(self.open_places) < len(self.open_indptr):  # nearly always: one place a token
+            return self.open_places[tokens], slice(None)
+        first, end = self.open_indptr[tokens], self.open_indptr[tokens + 1]
+        return self.open_places[ranges(first, end)], np.repeat(np.arange(len(tokens)), end - first)
+
+    def fill(self, places: Ints, slots: Ints, readers: Ints) -> None:
         """Say where open tokens are and who sees them, for a plan that was made with some; again, if need be.
 
         The device has yet to hear of it: `unsent` is for an upload, perhaps along with others, and then for `receive`;
@@ -189,23 +215,17 @@ class Plan:
 
         Parameters
         ----------
-        tokens : int64 [tokens]
-            Numbers of open tokens, none twice.
-        slots : int [tokens]
-        low, high : int [tokens]
+        places : int64 [places]
+            All those of some open tokens, at least one, see `places`.
+        slots : int [places]
+        readers : int64 [places]
             The interval of rows, not queries, that see each; all of them below the token by the plan's tree.
         """
-        if len(self.open_places) < len(self.open_indptr):  # nearly always: one place a token
-            places = self.open_places[tokens]
-        else:
-            counts = self.open_indptr[tokens + 1] - self.open_indptr[tokens]
-            places = self.open_places[ranges(self.open_indptr[tokens], self.open_indptr[tokens + 1])]
-            slots, low, high = (np.repeat(each, counts) for each in (slots, low, high))
-        self.kv_slots[places], self.kv_low[places], self.kv_high[places] = slots, low, high
-        self.num_slots = max(self.num_slots, int(slots.max(initial=-1)) + 1)
+        self.kv_slots[places], self.kv_readers[places] = slots, readers
+        self.num_slots = max(self.num_slots, int(slots.max()) + 1)
         words = np.zeros(-(-len(slots) // 2), np.int64)  # two slots each
         words.view(np.int32)[: len(slots)] = slots
-        self.unsent = places, words, pack(low, high)
+        self.unsent = places, words, readers
         self.prepared.pop("cpu", None)  # it made copies
 
     def receive(self, there: Iterator[torch.Tensor]) -> None:
@@ -214,16 +234,15 @@ class Plan:
         Waits for nothing; a CUDA graph that runs the plan needs no new capture.
         """
         places, words, readers = next(there), next(there), next(there)
-        slots = words.view(torch.int32)[: len(places)]
+        slots = words.view(torch.int32).narrow(0, 0, places.shape[0])
         self.tensors["kv_slots"].index_copy_(0, places, slots)
         self.tensors["kv_readers"].index_copy_(0, places, readers)
         self.unsent = ()
 
     def renew(self) -> None:
         """Put on the device again what another plan may have overwritten there, see `PlanBuffers.load`."""
-        names = ("row_order", "row_position", "kv_slots", "kv_position", "reduce_entries")
-        arrays = {name: getattr(self, name) for name in names}
-        self.tensors |= upload(arrays | {"kv_readers": pack(self.kv_low, self.kv_high)}, self.device)
+        names = ("row_order", "row_position", "kv_slots", "kv_readers", "kv_position", "reduce_entries")
+        self.tensors |= upload({name: getattr(self, name) for name in names}, self.device)
         self.unsent = ()
 
     def visible(self, item: int) -> npt.NDArray[np.bool_]:

@@ -156,7 +156,7 @@ class Speculator:
 
     @staticmethod
     def _give_slots(drafts: Sequence[Draft], step: Step) -> None:
-        lacking = [np.flatnonzero(draft.slot < 0) for draft in drafts]
+        lacking = [draft.rows if draft.tree.slots is None else np.flatnonzero(draft.slot < 0) for draft in drafts]
         if wanted := sum(map(len, lacking)):
             slots = step.lend(wanted)
             for draft, nodes in zip(drafts, lacking, strict=True):
