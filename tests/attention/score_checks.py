@@ -1,0 +1,164 @@
+"""What column sums must be on a CPU, under the interpreter and on a GPU alike, against double precision."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from matrix import ancestor_mask, eight_bit_pools, place
+
+from treewise.attention import TreeSpec, plan_tree, run_plan
+from treewise.attention.scores import REDUCTIONS, column_sums
+
+# Products of half precision are summed a little less precisely on a GPU.
+BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-4, torch.bfloat16: 1e-4}
+
+
+class Case(NamedTuple):
+    """Queries at some positions, in some layers, and keys at positions 0 to `tokens` - 1."""
+
+    tokens: int
+    q_positions: list[int]
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 16
+    layers: int = 1
+    soft_cap: float | None = None
+    window: int | None = None
+    page_size: int | None = 16
+    scale: float = 0.25
+
+    def __str__(self) -> str:
+        values = self._replace(q_positions=len(self.q_positions), heads="/".join(map(str, self.heads)))
+        return "-".join(f"{name}={value}" for name, value in values._asdict().items() if value is not None)
+
+
+def last(number: int, tokens: int) -> list[int]:
+    """Positions of the last queries of a prompt."""
+    return list(range(max(0, tokens - number), tokens))
+
+
+CASES = [
+    Case(1, [0], heads=(7, 1), page_size=None),
+    Case(200, [199], heads=(8, 8), head_dim=64),  # one query, a whole tile and a part of one
+    Case(127, last(16, 127), heads=(6, 2), head_dim=80, page_size=1),
+    Case(128, last(64, 128), heads=(4, 2), head_dim=64, layers=3),
+    Case(129, last(64, 129), heads=(9, 3), head_dim=128, page_size=64),
+    Case(257, last(70, 257), heads=(16, 1), head_dim=96, page_size=None),
+    Case(150, last(150, 150), heads=(7, 1), head_dim=24),  # every query of a prompt
+    Case(16, last(16, 16)),  # nothing but the causal corner
+    Case(40, last(64, 40)),  # a window larger than the prompt
+    Case(140, last(20, 140), head_dim=256, soft_cap=3.0, scale=2.0),
+    Case(260, last(70, 260), window=90, layers=2),
+    Case(300, last(300, 300), heads=(2, 1), window=40, soft_cap=5.0, page_size=None),
+    Case(140, [500, 501, 502, 620, 621, 622, 700]),  # branches, all of them behind
+    Case(150, [*last(9, 150), *last(30, 150), 170, 171, 172], heads=(6, 2)),  # some of them within
+    Case(150, list(range(149, 60, -1)), window=100),  # backwards
+    Case(90, [3, 5, 9]),  # most keys are seen by none
+    Case(64, []),
+    Case(0, [3, 4], page_size=None),
+]
+
+
+def dense_scores(q, k, q_positions, k_positions, scale, soft_cap=None, window=None):
+    """Scores of all pairs in double precision, -inf where unseen: [layers, heads, queries, tokens]."""
+    keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("lqhd,lkhd->lhqk", q.double(), keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    ahead = q_positions[:, None] - k_positions
+    seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+def reduced(weights, num_kv_heads, reduce):
+    """Column sums of weights [layers, heads, queries, tokens]."""
+    by_head = weights.sum(2).unflatten(1, (num_kv_heads, -1))
+    return {"mean": by_head.mean, "max": by_head.amax, "sum": by_head.sum}[reduce](2)
+
+
+def agrees(case, device="cpu", dtype=torch.float32):
+    """All reductions of a case, its keys gathered and scattered over a pool whose other slots hold NaN."""
+    generator = torch.Generator().manual_seed(case.tokens)
+    heads, kv_heads = case.heads
+    slots, size = place(TreeSpec([-1], [max(1, case.tokens)], [0]), case.page_size, seed=1)
+    slots = torch.as_tensor(slots[: case.tokens], device=device)
+    q = torch.randn(case.layers, len(case.q_positions), heads, case.head_dim, generator=generator).to(device, dtype)
+    keys = torch.randn(case.layers, case.tokens, kv_heads, case.head_dim, generator=generator).to(device, dtype)
+    pool = torch.full((case.layers, size, kv_heads, case.head_dim), torch.nan, dtype=dtype, device=device)
+    pool[:, slots] = keys
+    at = torch.tensor(case.q_positions, dtype=torch.int64, device=device)
+    positions = torch.arange(case.tokens, device=device)
+    options = {"scale": case.scale, "soft_cap": case.soft_cap, "window": case.window}
+    scores = dense_scores(q, keys, at, positions, **options)
+    lse = torch.logsumexp(scores, -1)  # of a query that sees nothing, -inf
+    weights = torch.exp(scores - lse.nan_to_num(neginf=0)[..., None])
+    lse = lse.float().transpose(1, 2)
+    for reduce, k, where in zip(REDUCTIONS, (pool, keys, pool), (slots.int(), None, slots.long()), strict=True):
+        found = column_sums(q, lse, k, at, positions, slots=where, reduce=reduce, **options)
+        assert found.dtype == torch.float32
+        expected = reduced(weights, kv_heads, reduce)
+        torch.testing.assert_close(found.double(), expected, rtol=BOUNDS[dtype], atol=1e-5)
+    assert torch.equal(found, column_sums(q, lse, k, at, positions, slots=where, reduce=reduce, **options))
+
+
+def eight_bits_are_read(device="cpu", dtype=torch.float32):
+    """8-bit keys with a factor a head and layer, and without."""
+    pools, factors, held = zip(*(eight_bit_pools(50, 2, 32, device) for _ in range(3)), strict=True)
+    k, k_scale, keys = (torch.stack([both[0] for both in each]) for each in (pools, factors, held))
+    q = torch.randn(3, 9, 6, 32, device=device).to(dtype)
+    at, positions = torch.arange(41, 50, device=device), torch.arange(50, device=device)
+    slots = torch.randperm(50, device=device)
+    for factor, wide in ((k_scale, keys), (None, k.float())):
+        scores = dense_scores(q, wide[:, slots], at, positions, 0.2)
+        lse = torch.logsumexp(scores, -1)
+        found = column_sums(
+            q, lse.float().transpose(1, 2), k, at, positions, slots=slots, scale=0.2, k_scale=factor, reduce="max"
+        )
+        expected = reduced(torch.exp(scores - lse[..., None]), 2, "max")
+        torch.testing.assert_close(found.double(), expected, rtol=BOUNDS[dtype], atol=1e-5)
+
+
+def any_view_will_do(device="cpu", dtype=torch.float32):
+    """Queries out of a stack of queries, keys and values, layers within a slot, LSE and positions of a ring."""
+    stacked = torch.randn(2, 9, 8, 16, device=device).to(dtype)
+    q = stacked[:, 1:, :4]
+    both = torch.randn(30, 2, 2, 2, 16, device=device).to(dtype)
+    k = both[:, :, 0].transpose(0, 1)  # [layers, slots, kv_heads, head_dim]
+    lse = torch.randn(4, 2, 9, device=device).permute(1, 2, 0)[:, 1:] + 4
+    at, positions = torch.arange(22, 38, 2, device=device)[:8], torch.arange(60, device=device)[::2]
+    found = column_sums(q, lse, k, at, positions, scale=0.25)
+    scores = dense_scores(q, k, at, positions, 0.25)
+    expected = reduced(torch.exp(scores - lse.double().transpose(1, 2)[..., None]), 2, "mean")
+    torch.testing.assert_close(found.double(), expected, rtol=BOUNDS[dtype], atol=1e-5)
+
+
+def nodes_get_their_share_of_paths(spec, method, mask, backend, device="cpu", dtype=torch.float32):
+    """Column sums of each node by the LSE of whole paths, merged from many parts, of every query below it."""
+    slots, size = place(spec, 16, seed=2)
+    q = torch.randn(spec.num_queries, 6, 16, device=device).to(dtype)
+    k, v = (torch.randn(size, 2, 16, device=device).to(dtype) for _ in range(2))
+    plan = plan_tree(
+        spec, method, num_heads=6, num_kv_heads=2, head_dim=16, slots=slots, mask=mask, row_tile=3, chunk=7,
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    _, lse = run_plan(plan, q, k, v, scale=0.3, return_lse=True, backend=backend)
+    seen = torch.from_numpy(ancestor_mask(spec))
+    keys = k[None, torch.as_tensor(slots, device=device)].cpu()
+    # Every token is a position of its own, behind what it must see and before what it must not: only `seen` decides.
+    everything = torch.zeros(spec.num_tokens, dtype=torch.int64)
+    scores = dense_scores(q[None].cpu(), keys, torch.zeros(spec.num_queries), everything, 0.3)
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+    first = 0
+    for node, length in enumerate(spec.length.tolist()):
+        mine = slice(first, first + length)
+        first += length
+        readers = torch.from_numpy(spec.query_node == node) | seen[:, mine].any(1)
+        offset = torch.where(
+            torch.from_numpy(spec.query_node == node), torch.from_numpy(spec.query_offset), length + 5
+        )[readers].to(device)
+        found = column_sums(
+            q[None, readers.to(device)], lse[None, readers.to(device)], k[None], offset,
+            torch.arange(length, device=device), slots=torch.as_tensor(slots[mine], device=device), scale=0.3,
+        )  # fmt: skip
+        expected = reduced(weights[:, :, :, mine], 2, "mean")
+        torch.testing.assert_close(found.double().cpu(), expected, rtol=BOUNDS[dtype], atol=1e-5)
