@@ -113,7 +113,7 @@ def compile_kernel(
 
 
 def compile_scores(dtype: str) -> bool:
-    """Compile the column sums: many queries, few, one; every size of a head, 8-bit keys, a window."""
+    """Compile the column sums: many queries, few, one; every size of a head, 8-bit keys, a soft cap."""
     spills = False
     for dim, group, queries, pool, changes in (
         (128, 4, 64, dtype, {}),
@@ -125,9 +125,9 @@ def compile_scores(dtype: str) -> bool:
         (64, 3, 64, dtype, {}),
         (80, 1, 64, dtype, {}),
         (96, 8, 64, dtype, {}),
-        (256, 4, 64, dtype, {"CAPPED": True, "WINDOW": True}),
+        (256, 4, 64, dtype, {"CAPPED": True}),
     ):
-        constants = {"KV_HEADS": 8, "GROUP": group, "DIM": dim, "WINDOW": False, "CAPPED": False, "REDUCE": "mean"}
+        constants = {"KV_HEADS": 8, "GROUP": group, "DIM": dim, "CAPPED": False, "REDUCE": "mean"}
         constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
         constants |= score_kernels.tiles(dim, 4 if dtype == "fp32" else 2, queries) | changes
         constants |= {"k_scale": None} if pool == dtype else {}

@@ -29,6 +29,10 @@ def test_any_view_will_do():
     score_checks.any_view_will_do()
 
 
+def test_who_saw_nothing_gives_nothing():
+    score_checks.who_saw_nothing_gives_nothing()
+
+
 @pytest.mark.parametrize("method", ["deft:flatten", "vanilla", "specinfer"])
 def test_nodes_get_their_share_of_paths(method):
     score_checks.nodes_get_their_share_of_paths(TREES[0](), method, "intervals", "triton")

@@ -23,7 +23,6 @@ class Case(NamedTuple):
     head_dim: int = 16
     layers: int = 1
     soft_cap: float | None = None
-    window: int | None = None
     page_size: int | None = 16
     scale: float = 0.25
 
@@ -40,6 +39,7 @@ def last(number: int, tokens: int) -> list[int]:
 CASES = [
     Case(1, [0], heads=(7, 1), page_size=None),
     Case(200, [199], heads=(8, 8), head_dim=64),  # one query, a whole tile and a part of one
+    Case(128, [126]),  # sees all of a tile but its last
     Case(127, last(16, 127), heads=(6, 2), head_dim=80, page_size=1),
     Case(128, last(64, 128), heads=(4, 2), head_dim=64, layers=3),
     Case(129, last(64, 129), heads=(9, 3), head_dim=128, page_size=64),
@@ -48,26 +48,24 @@ CASES = [
     Case(16, last(16, 16)),  # nothing but the causal corner
     Case(40, last(64, 40)),  # a window larger than the prompt
     Case(140, last(20, 140), head_dim=256, soft_cap=3.0, scale=2.0),
-    Case(260, last(70, 260), window=90, layers=2),
-    Case(300, last(300, 300), heads=(2, 1), window=40, soft_cap=5.0, page_size=None),
+    Case(260, last(70, 260), layers=2),
+    Case(300, last(300, 300), heads=(2, 1), soft_cap=5.0, page_size=None),
     Case(140, [500, 501, 502, 620, 621, 622, 700]),  # branches, all of them behind
     Case(150, [*last(9, 150), *last(30, 150), 170, 171, 172], heads=(6, 2)),  # some of them within
-    Case(150, list(range(149, 60, -1)), window=100),  # backwards
+    Case(150, list(range(149, 60, -1))),  # backwards
     Case(90, [3, 5, 9]),  # most keys are seen by none
     Case(64, []),
     Case(0, [3, 4], page_size=None),
 ]
 
 
-def dense_scores(q, k, q_positions, k_positions, scale, soft_cap=None, window=None):
+def dense_scores(q, k, q_positions, k_positions, scale, soft_cap=None):
     """Scores of all pairs in double precision, -inf where unseen: [layers, heads, queries, tokens]."""
     keys = k.double().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("lqhd,lkhd->lhqk", q.double(), keys) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    ahead = q_positions[:, None] - k_positions
-    seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
-    return scores.masked_fill(~seen, -torch.inf)
+    return scores.masked_fill(k_positions > q_positions[:, None], -torch.inf)
 
 
 def reduced(weights, num_kv_heads, reduce):
@@ -88,7 +86,7 @@ def agrees(case, device="cpu", dtype=torch.float32):
     pool[:, slots] = keys
     at = torch.tensor(case.q_positions, dtype=torch.int64, device=device)
     positions = torch.arange(case.tokens, device=device)
-    options = {"scale": case.scale, "soft_cap": case.soft_cap, "window": case.window}
+    options = {"scale": case.scale, "soft_cap": case.soft_cap}
     scores = dense_scores(q, keys, at, positions, **options)
     lse = torch.logsumexp(scores, -1)  # of a query that sees nothing, -inf
     weights = torch.exp(scores - lse.nan_to_num(neginf=0)[..., None])
@@ -130,6 +128,18 @@ def any_view_will_do(device="cpu", dtype=torch.float32):
     scores = dense_scores(q, k, at, positions, 0.25)
     expected = reduced(torch.exp(scores - lse.double().transpose(1, 2)[..., None]), 2, "mean")
     torch.testing.assert_close(found.double(), expected, rtol=BOUNDS[dtype], atol=1e-5)
+
+
+def who_saw_nothing_gives_nothing(device="cpu"):
+    """An LSE of -inf, as of rows that pad a batch, whatever the queries and positions."""
+    q, k = torch.randn(1, 5, 4, 16, device=device), torch.randn(1, 9, 2, 16, device=device)
+    lse = torch.full((1, 5, 4), 3.0, device=device)
+    lse[0, [1, 4]] = -torch.inf
+    at, positions = torch.full((5,), 9, device=device), torch.arange(9, device=device)
+    found = column_sums(q, lse, k, at, positions, scale=0.25)
+    some = [0, 2, 3]
+    torch.testing.assert_close(found, column_sums(q[:, some], lse[:, some], k, at[some], positions, scale=0.25))
+    assert not column_sums(q, torch.full_like(lse, -torch.inf), k, at, positions, scale=0.25).any()
 
 
 def nodes_get_their_share_of_paths(spec, method, mask, backend, device="cpu", dtype=torch.float32):

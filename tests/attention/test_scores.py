@@ -44,6 +44,10 @@ def test_any_view_will_do():
     score_checks.any_view_will_do()
 
 
+def test_who_saw_nothing_gives_nothing():
+    score_checks.who_saw_nothing_gives_nothing()
+
+
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(("method", "mask"), PARTITIONS)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -119,6 +123,9 @@ class TestOnGPU:
     @pytest.mark.parametrize("dtype", score_checks.BOUNDS)
     def test_any_view_will_do(self, dtype):
         score_checks.any_view_will_do("cuda", dtype)
+
+    def test_who_saw_nothing_gives_nothing(self):
+        score_checks.who_saw_nothing_gives_nothing("cuda")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("tree", TREES)

@@ -27,7 +27,6 @@ def sum_columns(
     slots: torch.Tensor | None,
     scale: float,
     soft_cap: float | None,
-    window: int | None,
     k_scale: torch.Tensor | None,
     reduce: str,
 ) -> torch.Tensor:
@@ -44,15 +43,14 @@ def sum_columns(
     scale_log2, cap_log2 = scale * LOG2_E.value, 0.0
     if soft_cap is not None:
         scale_log2, cap_log2 = 2 * scale_log2 / soft_cap, soft_cap * LOG2_E.value
+    k_scale = None if k_scale is None else k_scale.contiguous()
     tile = tiles(dim, q.element_size(), queries)
     out = torch.empty((layers, kv_heads, tokens), dtype=torch.float32, device=q.device)
     sum_of_queries[(triton.cdiv(tokens, tile["TOKENS"]) * kv_heads, layers)](
         q, lse, k, k_scale, slots, q_positions.contiguous(), k_positions.contiguous(), out,
-        queries, tokens, scale_log2, cap_log2, window or 0,
-        *q.stride()[:3], *lse.stride()[:2], *k.stride()[:3],
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, **tile, WINDOW=window is not None,
-        CAPPED=soft_cap is not None, REDUCE=reduce, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        queries, tokens, scale_log2, cap_log2, *q.stride()[:3], *lse.stride()[:2], *k.stride()[:3],
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, **tile, CAPPED=soft_cap is not None, REDUCE=reduce,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     return out
 
@@ -73,11 +71,10 @@ def tiles(dim: int, element_size: int, queries: int) -> dict[str, int]:
 @triton.jit
 def sum_of_queries(
     q, lse, k, k_scale, slots, q_positions, k_positions, out,
-    num_queries, num_tokens, scale_log2, cap_log2, window,
-    q_layer, q_row, q_head, lse_layer, lse_row, k_layer, k_slot, k_head,
+    num_queries, num_tokens, scale_log2, cap_log2, q_layer, q_row, q_head, lse_layer, lse_row, k_layer, k_slot, k_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TOKENS: tl.constexpr,
-    QUERIES: tl.constexpr, SCANNED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, REDUCE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    QUERIES: tl.constexpr, SCANNED: tl.constexpr, CAPPED: tl.constexpr, REDUCE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum what TOKENS key tokens of a KV head got: grid (tiles of key tokens × KV heads, layers)."""
     kv_head = tl.program_id(0) % KV_HEADS
@@ -95,18 +92,14 @@ def sum_of_queries(
     spot = tl.load(k_positions + token, mask=inside, other=0).to(tl.int32)
     first = tl.min(tl.where(inside, spot, 2**31 - 1), 0)
     last = tl.max(tl.where(inside, spot, -(2**31)), 0)
-    # Only queries [low, high) see some of the key tokens, and those from `free` on all of them.
-    low, high, free = num_queries, 0, 0
+    # Only queries from `low` on see any of these key tokens, and those from `free` on all of them.
+    low, free = num_queries, 0
     for start in range(0, num_queries, SCANNED):
         row = start + tl.arange(0, SCANNED)
         valid = row < num_queries
         position = tl.load(q_positions + row, mask=valid, other=0).to(tl.int32)
-        some, whole = valid & (position >= first), position >= last
-        if WINDOW:
-            some, whole = some & (position < last + window), whole & (position < first + window)
-        low = tl.minimum(low, tl.min(tl.where(some, row, num_queries), 0))
-        high = tl.maximum(high, tl.max(tl.where(some, row + 1, 0), 0))
-        free = tl.maximum(free, tl.max(tl.where(valid & ~whole, row + 1, 0), 0))
+        low = tl.minimum(low, tl.min(tl.where(valid & (position >= first), row, num_queries), 0))
+        free = tl.maximum(free, tl.max(tl.where(valid & (position < last), row + 1, 0), 0))
     if k_scale is not None:
         scale_log2 *= tl.load(k_scale + layer * KV_HEADS + kv_head)
     factor = cap_log2 if CAPPED else scale_log2
@@ -116,8 +109,8 @@ def sum_of_queries(
     lse += layer * lse_layer + kv_head * GROUP
     column = tl.arange(0, QUERIES)
     head, start = 0, low
-    for _ in tl.range(0, GROUP * tl.cdiv(high - low, QUERIES), num_stages=STAGES):
-        valid = start + column < high
+    for _ in tl.range(0, GROUP * tl.cdiv(num_queries - low, QUERIES), num_stages=STAGES):
+        valid = start + column < num_queries
         queries = tl.load(
             q + head * q_head + start.to(tl.int64) * q_row + column[None, :] * q_row + dim[:, None],
             mask=valid[None, :] & (dim < DIM)[:, None], other=0.0,
@@ -130,13 +123,10 @@ def sum_of_queries(
         scores = scores * factor - (logs * LOG2_E)[None, :]
         if start < free:
             position = tl.load(q_positions + start + column, mask=valid, other=0).to(tl.int32)
-            seen = spot[:, None] <= position[None, :]
-            if WINDOW:
-                seen = seen & (spot[:, None] > (position - window)[None, :])
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(spot[:, None] <= position[None, :], scores, float("-inf"))
         sums += tl.sum(tl.exp2(scores), 1)
         start += QUERIES
-        ends = start >= high  # on to the next head
+        ends = start >= num_queries  # on to the next head
         head, start = head + ends.to(tl.int32), tl.where(ends, low, start)
         if REDUCE == "max":
             most = tl.where(ends, tl.maximum(most, sums), most)

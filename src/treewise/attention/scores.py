@@ -29,17 +29,17 @@ def column_sums(
     scale: float,
     slots: Tensor | None = None,
     soft_cap: float | None = None,
-    window: int | None = None,
     k_scale: Tensor | None = None,
     reduce: str = "mean",
 ) -> Tensor:
     """Sum what each key got of the attention of some queries, in several layers at once.
 
     Each query's attention is ``exp(q k scale - lse)`` where it sees the key: exact also where the keys are only some of
-    those that the query saw, as `lse` is over all of them. With the last queries of a prompt this is the score of
-    SnapKV (arXiv 2404.14469) before its pooling, with all of them that of H2O (arXiv 2306.14048); to get it in a second
-    pass from what attention returns anyway, for the cost of these queries only, is Novita AI's account of its layer-wise
-    sparsity. Queries of several branches are just more queries: their sums are those of all branches.
+    those that the query saw, as `lse` is over all of them. Queries of several branches are just more queries.
+
+    With the last queries of a prompt these sums are what SnapKV (arXiv 2404.14469) pools, with all of its queries what
+    H2O (arXiv 2306.14048) adds up. The second pass, which takes the LSE from the first and costs no more than its own
+    queries, follows Novita AI's account of sparsity by layers.
 
     Runs as one Triton kernel on a GPU, where it waits for nothing and the same input gives the same bits, and on a CPU
     under ``TRITON_INTERPRET=1``; else in blocks of torch, in float32.
@@ -59,8 +59,6 @@ def column_sums(
         As in `treewise.attention.run_plan`.
     slots : Tensor [tokens], int, optional
         Where in `k` the key tokens lie; by default they are all that `k` has, in order.
-    window : int, optional
-        A query sees only so many positions up to its own; default all.
     k_scale : Tensor [layers, kv_heads], float32, optional
         Factors of the stored keys.
     reduce : {"mean", "max", "sum"}
@@ -82,12 +80,12 @@ def column_sums(
         # Imported here because Triton is not there on every machine, and reads TRITON_INTERPRET when imported.
         from treewise.attention.score_kernels import sum_columns
 
-        return sum_columns(q, lse, k, q_positions, k_positions, slots, scale, soft_cap, window, k_scale, reduce)
-    out = torch.empty((len(q), k.shape[2], len(k_positions)), device=q.device)
+        return sum_columns(q, lse, k, q_positions, k_positions, slots, scale, soft_cap, k_scale, reduce)
+    out = torch.empty((len(q), k.shape[2], len(k_positions)), dtype=torch.float32)
     order = q_positions.argsort(stable=True)
     for layer in range(len(q)):
         scoring = Scoring(scale, soft_cap, None if k_scale is None else k_scale[layer])
-        sums = _sum_by_head(q[layer], lse[layer], k[layer], order, q_positions, k_positions, slots, scoring, window)
+        sums = _sum_by_head(q[layer], lse[layer], k[layer], order, q_positions, k_positions, slots, scoring)
         match reduce:
             case "mean":
                 torch.mean(sums, 1, out=out[layer])
@@ -107,11 +105,10 @@ def _sum_by_head(
     k_positions: Tensor,
     slots: Tensor | None,
     scoring: Scoring,
-    window: int | None,
 ) -> Tensor:
     """Return the sums of one layer for every head, [kv_heads, group, tokens]."""
-    num_kv_heads, num_tokens = k.shape[1], len(k_positions)
-    sums = torch.zeros((num_kv_heads, q.shape[1] // num_kv_heads, num_tokens))
+    num_kv_heads, group, num_tokens = k.shape[1], q.shape[1] // k.shape[1], len(k_positions)
+    sums = torch.zeros((num_kv_heads, group, num_tokens), dtype=torch.float32)
     size = max(16, min(TOKENS, SCORES // max(1, min(QUERIES, len(q)) * q.shape[1])))
     blocks = [slice(first, first + size) for first in range(0, num_tokens, size)]
     ranges = [torch.aminmax(k_positions[block]) for block in blocks]
@@ -119,21 +116,19 @@ def _sum_by_head(
         chosen = order[start : start + QUERIES]
         position = q_positions[chosen]
         earliest, latest = position[0], position[-1]
-        rows = q[chosen].float().mul_(scoring.scale).unflatten(1, (num_kv_heads, -1)).permute(1, 0, 2, 3)
+        rows = q[chosen].float().unflatten(1, (num_kv_heads, group)).transpose(0, 1).flatten(1, 2) * scoring.scale
         if scoring.k_scale is not None:
-            rows = rows * scoring.k_scale[:, None, None, None]
-        logs = lse[chosen].unflatten(1, (num_kv_heads, -1)).permute(1, 0, 2)[..., None]
+            rows *= scoring.k_scale[:, None, None]
+        logs = lse[chosen].unflatten(1, (num_kv_heads, group)).transpose(0, 1)[..., None]
         logs = logs.masked_fill(logs == -torch.inf, torch.inf)  # who sees nothing gives nothing
         for block, (first, last) in zip(blocks, ranges, strict=True):
-            if first > latest or (window is not None and last <= earliest - window):
+            if first > latest:
                 continue
             keys = read(k, block if slots is None else slots[block], None, torch.float32)
-            scores = scoring.cap(rows.flatten(1, 2) @ keys.permute(1, 2, 0))
-            weights = scores.view(*rows.shape[:3], -1).sub_(logs).exp_()  # [kv_heads, queries, group, tokens]
-            if last > earliest or (window is not None and first <= latest - window):
-                ahead = position[:, None] - k_positions[block]
-                hidden = ahead < 0 if window is None else (ahead < 0) | (ahead >= window)
-                weights.masked_fill_(hidden[:, None], 0)
+            scores = scoring.cap(rows @ keys.permute(1, 2, 0))
+            weights = scores.unflatten(1, (-1, group)).sub_(logs).exp_()  # [kv_heads, queries, group, tokens]
+            if last > earliest:
+                weights.masked_fill_((k_positions[block] > position[:, None])[:, None], 0)
             sums[:, :, block] += weights.sum(1)
     return sums
 
