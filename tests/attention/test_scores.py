@@ -29,13 +29,13 @@ def test_the_kernel_is_right_under_the_interpreter():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
 
-@pytest.mark.parametrize("dtype", score_checks.BOUNDS)
+@pytest.mark.parametrize("dtype", score_checks.DTYPES)
 @pytest.mark.parametrize("case", score_checks.CASES, ids=str)
 def test_sums_are_those_of_double_precision(case, dtype):
     score_checks.agrees(case, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", score_checks.BOUNDS)
+@pytest.mark.parametrize("dtype", score_checks.DTYPES)
 def test_keys_may_have_eight_bits(dtype):
     score_checks.eight_bits_are_read(dtype=dtype)
 
@@ -111,16 +111,16 @@ def test_what_does_not_fit_is_named(change, message):
 class TestOnGPU:
     """The same compiled, and what only a GPU can show: long prompts, graphs, offsets that pass 2^31."""
 
-    @pytest.mark.parametrize("dtype", score_checks.BOUNDS)
+    @pytest.mark.parametrize("dtype", score_checks.DTYPES)
     @pytest.mark.parametrize("case", score_checks.CASES, ids=str)
     def test_sums_are_those_of_double_precision(self, case, dtype):
         score_checks.agrees(case, "cuda", dtype)
 
-    @pytest.mark.parametrize("dtype", score_checks.BOUNDS)
+    @pytest.mark.parametrize("dtype", score_checks.DTYPES)
     def test_keys_may_have_eight_bits(self, dtype):
         score_checks.eight_bits_are_read("cuda", dtype)
 
-    @pytest.mark.parametrize("dtype", score_checks.BOUNDS)
+    @pytest.mark.parametrize("dtype", score_checks.DTYPES)
     def test_any_view_will_do(self, dtype):
         score_checks.any_view_will_do("cuda", dtype)
 
