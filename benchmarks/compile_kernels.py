@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from treewise.attention import kernels
+from treewise.attention import kernels, score_kernels
 from treewise.ops import kernels as op_kernels
 
 POINTERS = {
@@ -33,6 +33,8 @@ POINTERS = {
     "indptr": "*i32",
     "entries": "*i32",
     "slots": "*i64",
+    "q_positions": "*i64",
+    "k_positions": "*i64",
     "masks": "*i64",
     "lse": "*fp32",
     "part_lse": "*fp32",
@@ -55,6 +57,8 @@ SHOWN = (
     "DIM",
     "PACKED",
     "TOKENS",
+    "QUERIES",
+    "REDUCE",
     "RUN",
     "MASK",
     "WINDOW",
@@ -76,7 +80,9 @@ def compile_kernel(
     signature |= {name: kind for name, kind in POINTERS.items() if name in names}
     signature |= {name: f"*{dtype}" for name in ELEMENTS if name in names} | types
     # As a launch specialises them: pointers are aligned, strides multiples of 16 elements.
-    aligned = [name for name in names if signature[name][0] == "*" or name.endswith(("_row", "_head", "_slot"))]
+    aligned = [
+        name for name in names if signature[name][0] == "*" or name.endswith(("_row", "_head", "_slot", "_layer"))
+    ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants}
     source = ASTSource(
         fn=kernel,
@@ -104,6 +110,29 @@ def compile_kernel(
         flush=True,
     )
     return stack > 0
+
+
+def compile_scores(dtype: str) -> bool:
+    """Compile the column sums: many queries, few, one; every size of a head, 8-bit keys, a soft cap."""
+    spills = False
+    for dim, group, queries, pool, changes in (
+        (128, 4, 64, dtype, {}),
+        (128, 4, 64, dtype, {"REDUCE": "max"}),
+        (128, 4, 64, dtype, {"slots": None}),
+        (128, 4, 64, "fp8e4nv", {}),
+        (128, 4, 16, dtype, {}),
+        (128, 4, 1, dtype, {"num_queries": 1}),
+        (64, 3, 64, dtype, {}),
+        (80, 1, 64, dtype, {}),
+        (96, 8, 64, dtype, {}),
+        (256, 4, 64, dtype, {"CAPPED": True}),
+    ):
+        constants = {"KV_HEADS": 8, "GROUP": group, "DIM": dim, "CAPPED": False, "REDUCE": "mean"}
+        constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+        constants |= score_kernels.tiles(dim, 4 if dtype == "fp32" else 2, queries) | changes
+        constants |= {"k_scale": None} if pool == dtype else {}
+        spills |= compile_kernel(score_kernels.sum_of_queries, constants, dtype, 4, k=f"*{pool}", out="*fp32")
+    return spills
 
 
 def compile_ops(dtype: str) -> bool:
@@ -175,6 +204,7 @@ def main() -> None:
     spills |= compile_kernel(kernels.reduce_entries, merge, dtype, 1, parts=parts)
     store = {"DIM": 128, "DIM_PAD": 128, "HEADS": 8, "HEADS_PAD": 8, "SCALED": False, "LIMITED": False}
     spills |= compile_kernel(kernels.store_rows, store, dtype, 4)
+    spills |= compile_scores(dtype)
     spills |= compile_ops(dtype)
     raise SystemExit(spills)
 

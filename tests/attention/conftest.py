@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("checks", "matrix")
+pytest.register_assert_rewrite("checks", "matrix", "score_checks")

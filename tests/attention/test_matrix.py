@@ -56,9 +56,11 @@ def test_the_reference_agrees_with_dense_softmax_on_any_plan(tree, window):
 @pytest.mark.parametrize("case", cases(TREES)[3::7], ids=str)
 def test_half_precision_stays_within_its_bound(case, dtype, bound):
     plan, reference, q, k, v = inputs(case, None, dtype)
-    out = run_plan(plan, q, k, v)
-    assert out.dtype == dtype
-    assert relative_error(out, run_plan(reference, q, k, v)) < bound
+    expected, expected_lse = run_plan(reference, q, k, v, return_lse=True)
+    out, lse = run_plan(plan, q, k, v, return_lse=True)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert relative_error(out, expected) < bound
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

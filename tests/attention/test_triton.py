@@ -56,6 +56,14 @@ class TestOnGPU:
             torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-5 if dtype == torch.float32 else 2e-2)
             assert torch.equal(out, run_plan(plan, q, k, v))
 
+    @pytest.mark.parametrize("dtype", BOUNDS)
+    @pytest.mark.parametrize("case", [case for case in cases(TREES) if case.method != "medusa"], ids=str)
+    def test_the_lse_is_exact_in_half_precision_too(self, case, dtype):
+        plan, reference, q, k, v = inputs(case, None, dtype, "cuda")
+        _, expected = run_plan(reference, q, k, v, return_lse=True)
+        _, lse = run_plan(plan, q, k, v, return_lse=True)
+        torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-4)
+
     @pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.0")
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("case", [case for case in cases(TREES) if case.head_dim in (64, 128)], ids=str)

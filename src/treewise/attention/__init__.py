@@ -89,7 +89,8 @@ def run_plan(
     k_scale, v_scale : Tensor [kv_heads], float32, optional
         Factors of the stored keys and values, as `store_kv` divided by them.
     return_lse : bool
-        Also return the natural logarithm of each query's sum of exponentials.
+        Also return the natural logarithm of each query's sum of exponentials over all that it sees: exact to single
+        precision, but for ``medusa`` on a GPU, whose scores pass through memory in q's dtype.
     backend : str, optional
         One of `BACKENDS`; default what the method's name asks for, else the device's.
 

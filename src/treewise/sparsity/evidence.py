@@ -56,15 +56,15 @@ class Evidence(NamedTuple):
         """
         first = 0 if num_queries is None else max(0, len(self.queries) - num_queries)
         return column_sums(
-            self.queries[first:],
-            self.lse[first:],
-            self.keys,
+            self.queries[None, first:],
+            self.lse[None, first:],
+            self.keys[None],
             self.query_positions[first:],
             self.positions,
             scale=self.scale,
             soft_cap=self.soft_cap,
             reduce=reduce,
-        )
+        )[0]
 
 
 class Scorer(Protocol):
