@@ -321,7 +321,7 @@ class Runner:
             thinned.append(both)
         return thinned
 
-    def store_kept(self, kept: Kept, thinned: Sequence[Tensor]) -> None:
+    def store_kept(self, kept: Kept, thinned: list[Tensor]) -> None:
         """Put what layers keep where it belongs; moves that are due come first."""
         [slots] = upload_together([np.concatenate(list(map(kept.slots_from, range(len(self.k)))))], self.device)
         self._rows.index_copy_(0, self._both(slots), torch.cat(thinned, dim=1).flatten(2).flatten(0, 1))
