@@ -234,10 +234,12 @@ class Scheduler:
         """Give rows to lanes in turn; return whether room is all that those lack who get nothing."""
         blocked = False  # somebody waits for room: whoever starts behind it would take it, for ever
         only_room = True
+        gave_way = False  # somebody did, if only for nothing
         for lane in queue:
             rows, tip = batch.num_rows, tip_of[lane]
             if rows == self._left or line.gave_way(lane):
-                only_room = False
+                only_room = only_room and rows < self._left
+                gave_way = gave_way or rows < self._left
                 continue
             lacking = batch.lacking(tip)
             if lacking > 1 and rows:
@@ -251,7 +253,7 @@ class Scheduler:
                 line.served.add(line.place(lane))
             elif lacking > 1:
                 blocked = True
-        return only_room
+        return only_room and not (gave_way and line.num_preemptions)
 
     def commit(self, batch: Batch, deliveries: Sequence[Delivery]) -> None:
         """Record that the rows of `batch` have run."""
