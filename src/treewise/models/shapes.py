@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49_152, rope_theta=100_000.0, tie_word_embeddings=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, 151_936, tie_word_embeddings=True),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, 128_256, tie_word_embeddings=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, 151_936, tie_word_embeddings=True),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, 8, 151_936),
     "llama-3-8b": _llama(4096, 14_336, 32, 32, 8, 128_256),
     "codellama-7b": _llama(4096, 11_008, 32, 32, 32, 32_016, rope_theta=1e6),
