@@ -60,6 +60,7 @@ class Request:
     rows: int = 0
     kv_bytes_read: int = 0
     kv_bytes_per_sequence: int = 0
+    kv_bytes_held: int = 0
     seconds: float = 0.0
     drafts: int = 0
     drafted_tokens: int = 0
@@ -80,6 +81,7 @@ class Request:
             drafts=self.drafts,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            kv_bytes_held=self.kv_bytes_held,
         )
 
 
@@ -450,6 +452,8 @@ class Engine:
     def _finish(self, request: Request, result: Any, error: BaseException | None) -> None:
         request.done, request.result, request.error = True, result, error
         request.seconds = perf_counter() - request.started
+        request.tree.settle()
+        request.kv_bytes_held = self.kv.num_held(request.tree.tips()) * self.runner.kv_bytes_per_token
         request.tree.close()
         self.thinner.remove(request.tree)
         del self.requests[request.tree]

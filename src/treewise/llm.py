@@ -20,7 +20,7 @@ from treewise.codec import Message, checked_tokens
 from treewise.config import BeamSearchParams, SamplingParams, Speculation, check_integer
 from treewise.constraint import Lexicon
 from treewise.engine import Engine, Request
-from treewise.kv import CacheStatistics, KVManager, make_pool
+from treewise.kv import CacheStatistics, KVManager, KVUsage, make_pool
 from treewise.live import LiveTree
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.operations import Limits
@@ -408,6 +408,12 @@ class LLM:
     def cache_statistics(self) -> CacheStatistics:
         """What the prefix cache was asked for, and what it had, so far."""
         return replace(self.engine.kv.statistics)
+
+    @property
+    def kv_usage(self) -> KVUsage:
+        """What keys and values take now, and what they would take if no layer had given up any."""
+        engine = self.engine
+        return engine.kv.usage(engine.runner.kv_bytes_per_token, engine.thinner.num_bytes)
 
     def describe(self) -> dict[str, str | int]:
         """Tell what was loaded and what it can hold; logged at start under the name ``treewise``.

@@ -70,6 +70,8 @@ class Usage:
         Prompt tokens whose keys and values were already there.
     drafts, drafted_tokens, accepted_tokens : int
         Token trees that were guessed and verified, the guesses in them, and those that were right.
+    kv_bytes_held : int
+        Bytes of the pages that its branches held when it ended, what others shared included.
     """
 
     prompt_tokens: int = 0
@@ -83,6 +85,7 @@ class Usage:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    kv_bytes_held: int = 0
 
     @property
     def accepted_length(self) -> float:

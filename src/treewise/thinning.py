@@ -78,8 +78,22 @@ class Thinner:
             reasons.append("the pool 'contiguous' does not lend slots; choose 'paged'")
         if len(self.runner.followers) > 1:
             reasons.append("the drafter has keys of its own, which would not follow; choose 'ngram' or 'medusa'")
+        if getattr(policy.scoring, "second_pass", False):
+            reasons.append(
+                f"{policy.scoring!r} scores by queries of a second pass over the prompt, which is not made; "
+                "choose 'expected_attention' or 'keydiff', which do not ask what will be looked for either"
+            )
         if reasons:
             raise ValueError(f"kv_sparsity: {'; '.join(reasons)}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept beside keys and values: queries that wait for the end of a stage, and last tokens."""
+        kept = list(self._last.values()) + [case.last for case in self._cases.values() if case.last is not None]
+        for case in self._cases.values():
+            if case.observation is not None:
+                kept += [case.observation.queries, case.observation.lse]
+        return sum(tensor.nbytes for tensor in kept)
 
     def thinning(self, policy: KVSparsity, num_tokens: int) -> Thinning | None:
         """Return what a tree has to know whose prompt has so many tokens; None if the policy keeps all of them.

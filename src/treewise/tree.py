@@ -236,7 +236,7 @@ class Forest:
             # Two branches may have decoded the same token apart, so several children can agree: take the longest.
             best, common = None, 0
             for child in siblings:
-                shared = _common_prefix(child.tokens, tokens, matched)
+                shared = common_prefix(child.tokens, tokens, matched)
                 if shared > common:
                     best, common = child, shared
             if best is None:
@@ -282,7 +282,8 @@ class Forest:
         return self._roots.setdefault((node.namespace, node.tokens[0]), [])
 
 
-def _common_prefix(run: Sequence[int], tokens: Sequence[int], offset: int) -> int:
+def common_prefix(run: Sequence[int], tokens: Sequence[int], offset: int) -> int:
+    """Return how many tokens of `run`, from its first, are those of `tokens` from `offset` on."""
     if run[0] != tokens[offset]:  # nearly always, where one out of many siblings is looked for
         return 0
     limit = min(len(run), len(tokens) - offset)

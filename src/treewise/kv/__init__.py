@@ -5,6 +5,7 @@ from treewise.kv.kept import Kept, Thinning
 from treewise.kv.manager import POOLS, CacheStatistics, KVManager, Preemption, make_pool
 from treewise.kv.paged import PagedPool
 from treewise.kv.pool import Copy, OutOfSlots, SlotPool, Slots
+from treewise.kv.usage import KVUsage
 
 __all__ = [
     "POOLS",
@@ -12,6 +13,7 @@ __all__ = [
     "ContiguousPool",
     "Copy",
     "KVManager",
+    "KVUsage",
     "Kept",
     "OutOfSlots",
     "PagedPool",

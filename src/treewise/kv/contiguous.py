@@ -50,6 +50,10 @@ class ContiguousPool:
         """Slots outside the runs, and the spare room inside them."""
         return self.num_slots - 1 - self._used
 
+    def num_held(self, nodes: Iterable[Node]) -> int:
+        """See `SlotPool.num_held`."""
+        return sum(run.length for node in nodes if (run := self._runs.get(node)) is not None)
+
     def extend(self, node: Node, length: int) -> None:
         """See `SlotPool.extend`."""
         run = self._runs.get(node)

@@ -15,7 +15,8 @@ from treewise.kv.contiguous import ContiguousPool
 from treewise.kv.kept import Kept, num_pages
 from treewise.kv.paged import PagedPool
 from treewise.kv.pool import Copy, OutOfSlots, SlotPool, Slots
-from treewise.tree import Forest, Node
+from treewise.kv.usage import KVUsage
+from treewise.tree import Forest, Node, common_prefix
 
 Taken = TypeVar("Taken")
 
@@ -97,6 +98,16 @@ class KVManager:
     def num_evictable(self) -> int:
         """Return how many tokens of cached prefixes would make room (their last pages may be larger)."""
         return sum(self._held(node) for node in self._evictable())
+
+    def num_held(self, tips: Iterable[Node]) -> int:
+        """Return how many slots lie on pages that the paths to `tips` have tokens in."""
+        return self._num_held(self._above(tips))
+
+    def usage(self, bytes_per_slot: int, bytes_beside: int = 0) -> KVUsage:
+        """Tell what is in use, and what live branches need of it."""
+        live = self._above(node for node in self.forest if node.holders)
+        slots = self.num_slots - self.pool.num_free
+        return KVUsage(slots, self._num_held(live), self._num_dense(live), bytes_per_slot, bytes_beside)
 
     def slots(self, node: Node, layer: int = 0) -> Slots:
         """Return the slots of the tokens of `node` that `layer` holds, int32 [tokens]; see `Kept.slots_from`."""
@@ -379,6 +390,37 @@ class KVManager:
         """Return how many slots `node` holds, those of its last page that it does not use not always included."""
         kept = self.kept.get(node)
         return len(self.pool.slots(node) if kept is None else kept.lent)
+
+    def _above(self, tips: Iterable[Node]) -> set[Node]:
+        """Return the nodes on the paths to `tips`."""
+        above: set[Node] = set()
+        for tip in tips:
+            node: Node | None = tip
+            while node is not None and node not in above:
+                above.add(node)
+                node = node.parent
+        return above
+
+    def _num_held(self, nodes: set[Node]) -> int:
+        return self.pool.num_held(nodes) + sum(len(self.kept[node].lent) for node in nodes & self.kept.keys())
+
+    def _num_dense(self, live: set[Node]) -> int:
+        """Return of how many tokens `live` nodes would have keys had none been given up.
+
+        A sealed node stands for a whole path, which a dense cache would share with other paths as far as they agree.
+        """
+        sealed = sorted((node.namespace.partition(SEALED)[0], node.tokens) for node in live & self.kept.keys())
+        total = sum(node.computed for node in live - self.kept.keys())
+        before: tuple[str, list[int]] = "", []
+        for namespace, tokens in sealed:
+            known, _, shared = self.forest.match(tokens, namespace)
+            while known is not None and known not in live:
+                known, shared = known.parent, known.start
+            if before[1] and before[0] == namespace:
+                shared = max(shared, common_prefix(before[1], tokens, 0))
+            total += len(tokens) - shared
+            before = namespace, tokens
+        return total
 
     def _evictable(self) -> Iterable[Node]:
         """Yield the nodes that would become idle if idle nodes were removed bottom-up."""

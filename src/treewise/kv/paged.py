@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,11 @@ class PagedPool:
     def num_free(self) -> int:
         """Slots on pages that nothing uses."""
         return len(self._free) * self.page_size
+
+    def num_held(self, nodes: Iterable[Node]) -> int:
+        """See `SlotPool.num_held`."""
+        runs = (run for node in nodes if (run := self._runs.get(node)) is not None)
+        return len(set(chain.from_iterable(run.pages for run in runs))) * self.page_size
 
     def holders_of_page(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return how many nodes have tokens in each of `pages`."""

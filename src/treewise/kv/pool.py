@@ -53,6 +53,9 @@ class SlotPool(Protocol):
     def num_free(self) -> int:
         """Slots that nothing uses."""
 
+    def num_held(self, nodes: Iterable[Node]) -> int:
+        """Return how many slots lie on pages that `nodes` have tokens in."""
+
     def extend(self, node: Node, length: int) -> None:
         """See to it that the first `length` tokens of `node` have slots.
 

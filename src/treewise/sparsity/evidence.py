@@ -20,7 +20,8 @@ class Evidence(NamedTuple):
     keys, values : Tensor [tokens, kv_heads, head_dim]
         As they are stored: keys are rotated to their positions.
     positions : Tensor [tokens], int64
-        Logical positions of the tokens, ascending; not all positions need be there.
+        Logical positions of the tokens, ascending; not all positions need be there. Where heads hold different tokens,
+        those that were chosen before have stand-ins: lower positions than any query's, in the right order.
     queries : Tensor [queries, heads, head_dim]
         Rotated queries: the last that a `Scorer` asked for, of one branch or of several.
     query_positions : Tensor [queries], int64
@@ -74,6 +75,10 @@ class Scorer(Protocol):
     ----------
     num_queries : int or None
         How many of the last queries it wants to see; 0 for none, None for all of the prompt.
+
+    Notes
+    -----
+    One that looks at queries of a second pass over the prompt, as `KVzip` does, has a true `second_pass` as well.
     """
 
     @property

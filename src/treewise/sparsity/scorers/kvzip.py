@@ -24,6 +24,7 @@ class KVzip:
     """
 
     num_queries: ClassVar[int | None] = None
+    second_pass: ClassVar[bool] = True
 
     def scores(self, evidence: Evidence) -> Tensor:
         """See `Scorer.scores`.
