@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
@@ -396,6 +396,53 @@ class Speculation:
 
     def __post_init__(self) -> None:
         check_integer("tree_size", self.tree_size, 1, MAX_TREE_SIZE)
+
+
+@dataclass(frozen=True)
+class SparsityOptions:
+    """KV sparsity, a flag each; what is left out is as the policy has it.
+
+    Parameters
+    ----------
+    kv_sparsity : str
+        Which keys and values each layer keeps of a prompt: a policy by name, as pyramidkv; all of them if left out.
+    kv_budget : str
+        Tokens that a layer keeps, or their share, as 0.25.
+    kv_window : int
+        The last tokens, which always stay.
+    kv_sinks : int
+        The first tokens, which always stay.
+    kv_first_full : int
+        So many of the first layers keep everything.
+    kv_every : int
+        Decoded tokens after which a branch is brought back to its budget.
+    """
+
+    kv_sparsity: str | None = None
+    kv_budget: str | None = None
+    kv_window: int | None = None
+    kv_sinks: int | None = None
+    kv_first_full: int | None = None
+    kv_every: int | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return what was given of the fields of `KVSparsity`.
+
+        Raises
+        ------
+        ValueError
+            If something was given without a policy, or `kv_budget` is no number.
+        """
+        given = {name: value for name, value in asdict(self).items() if value is not None and name != "kv_sparsity"}
+        if self.kv_sparsity is None:
+            for name in given:
+                raise ValueError(f"{name}: it is a setting of KV sparsity; give kv_sparsity too")
+        if self.kv_budget is not None:
+            try:
+                given["kv_budget"] = (int if self.kv_budget.isdecimal() else float)(self.kv_budget)
+            except ValueError:
+                raise ValueError(f"kv_budget: {self.kv_budget!r} is neither a number nor a share, as 0.25") from None
+        return {name.removeprefix("kv_"): value for name, value in given.items()}
 
 
 def cache_folder() -> Path:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from treewise.bench.loads import Load, run_load
 from treewise.bench.subject import Subject
-from treewise.bench.throughput import Load, serve
 from treewise.cli import main
 
 
@@ -57,7 +57,7 @@ def test_as_many_run_at_a_time_as_were_asked_for(monkeypatch):
     running = []
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: (step(), running.append(len(llm.engine.runs)))[0])
-    serve(llm, Load("3 at once", 3, [[i + 1] * 9 for i in range(7)], 5), 0)
+    run_load(llm, Load("3 at once", 3, [[i + 1] * 9 for i in range(7)], 5), 0)
     assert max(running) == 3 and not llm.engine.requests
     llm.engine.check_integrity()
 

@@ -16,10 +16,11 @@ import treewise.llm
 from treewise.cli import app, main
 from treewise.cli.options import ModelOptions
 from treewise.cli.search import parse_settings
-from treewise.config import BeamSearchParams, Speculation
+from treewise.config import BeamSearchParams, SparsityOptions, Speculation
 from treewise.grammar import Grammar
 from treewise.results import CompletionOutput, ProgramOutput, RequestOutput, Tree, TreeNode, Usage
 from treewise.search import Strategy, Trajectory
+from treewise.sparsity.policy import KVSparsity
 
 SUMS = 'start: /[0-9]/ ("+" /[0-9]/)~1..4'
 
@@ -86,9 +87,11 @@ def test_help_loads_neither_torch_nor_a_model():
 def test_every_field_of_the_engine_has_a_flag(monkeypatch):
     monkeypatch.undo()
     parameters = inspect.signature(treewise.llm.LLM.__init__).parameters
-    flags = {item.name: item.default for item in fields(ModelOptions)}
+    flags = {item.name: item.default for options in (ModelOptions, SparsityOptions) for item in fields(options)}
     flags["seed"] = flags.pop("engine_seed")
     assert flags.pop("tree_size") == Speculation().tree_size  # a part of `speculate`
+    own = {f"kv_{item.name}" for item in fields(KVSparsity) if item.name not in ("scorer", "allocator", "budget")}
+    assert {flags.pop(name) for name in own} == {None}  # parts of `kv_sparsity`
     # A tokenizer comes with a model that is in memory, which no flag can name.
     named = [name for name in parameters if name not in ("self", "tokenizer")]
     assert flags == {name: parameters[name].default for name in named}
@@ -105,6 +108,40 @@ def test_generate_streams(capsys):
 def test_generate_speculates():
     main(["generate", "Where?", "--speculate", "draft:small", "--tree-size", "12"])
     assert FakeLLM.options["speculate"] == Speculation("draft:small", 12) and "tree_size" not in FakeLLM.options
+
+
+@pytest.mark.parametrize("verb", ["generate", "search"])
+def test_keys_are_given_up_as_told(verb):
+    for flags, expected in (
+        ("--kv-sparsity pyramidkv --kv-budget 512", KVSparsity.named("pyramidkv", budget=512)),
+        ("--kv-sparsity snapkv --kv-budget 0.25 --kv-sinks 0", KVSparsity.named("snapkv", budget=0.25, sinks=0)),
+        ("--kv-sparsity h2o --kv-budget 1.0", KVSparsity.named("h2o", budget=1.0)),
+        (
+            "--kv-sparsity novita --kv-window 8 --kv-first-full 2 --kv-every 128",
+            KVSparsity.named("novita", window=8, first_full=2, every=128),
+        ),
+    ):
+        main([verb, "Where?", *flags.split()])
+        assert FakeLLM.options["kv_sparsity"] == expected
+        assert not {name for name in FakeLLM.options if name.startswith("kv_")} - {"kv_sparsity", "kv_cache_dtype"}
+    main([verb, "Where?"])
+    assert FakeLLM.options.get("kv_sparsity") is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--kv-sparsity snapcv", "policy is 'snapcv'; choose one of adakv, "),
+        ("--kv-budget 512", "kv_budget: it is a setting of KV sparsity; give kv_sparsity too"),
+        ("--kv-window 8", "kv_window: it is a setting"),
+        ("--kv-sparsity snapkv --kv-budget half", "kv_budget: 'half' is neither a number nor a share, as 0.25"),
+        ("--kv-sparsity snapkv --kv-budget 36", "budget must be an integer of at least 37, more than window (32)"),
+        ("--kv-sparsity snapkv --kv-budget 1.5", "budget must be"),
+        ("--kv-sparsity snapkv --kv-every 0", "every must be"),
+    ],
+)
+def test_policies_that_cannot_be(capsys, flags, message):
+    assert message in fails(capsys, "generate", "x", *flags.split())
 
 
 def test_generate_reads_standard_input(capsys, monkeypatch):
@@ -287,7 +324,20 @@ def test_rollouts_are_lines_of_json(capsys, monkeypatch):
     assert lines[0]["logprobs"] == ["-Infinity"]
 
 
-@pytest.mark.parametrize("verb", ["generate", "search", "models", "env", "bench attention", "bench tree", "bench fit"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "generate",
+        "search",
+        "models",
+        "env",
+        "bench attention",
+        "bench tree",
+        "bench fit",
+        "bench throughput",
+        "bench serve",
+    ],
+)
 def test_help_has_a_word_on_each_flag_and_no_empty_default(verb, capsys):
     app([*verb.split(), "--help"], console=Console(width=200))
     lines = capsys.readouterr().out.splitlines()

@@ -37,6 +37,7 @@ bench.command("treewise.bench.attention:attention", help="Attention methods on n
 bench.command("treewise.bench.fit:fit", help="Fit what picks the attention method on this device.")
 bench.command("treewise.bench.tree:tree", help="Whole branching requests, step by step.")
 bench.command("treewise.bench.throughput:throughput", help="Many requests side by side.")
+bench.command("treewise.bench.serve:serve", help="Many requests side by side, with KV sparsity and without.")
 bench.command("treewise.bench.speculate:speculate", help="Decoding with guesses of what follows, and without.")
 app.command(bench)
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from treewise.cli.options import BeamOptions, GrammarOptions, ModelOptions, encode_chat, read_prompt, working
-from treewise.config import SamplingParams
+from treewise.config import SamplingParams, SparsityOptions
 from treewise.results import json_safe
 
 
@@ -25,6 +25,7 @@ def generate(
     grammar: Annotated[GrammarOptions | None, Parameter("*", group="Grammar")] = None,
     beams: Annotated[BeamOptions | None, Parameter("*", group="Beam search")] = None,
     options: Annotated[ModelOptions | None, Parameter("*", group="Model and engine")] = None,
+    sparsity: Annotated[SparsityOptions | None, Parameter("*", group="KV sparsity")] = None,
 ) -> None:
     """Continue a prompt, or answer it with --chat.
 
@@ -46,7 +47,7 @@ def generate(
         sampling = replace(sampling, grammar=grammar.grammar())
     searching = None if beams is None else beams.params(sampling)
     text = read_prompt(prompt)
-    llm = options.load()
+    llm = options.load(sparsity)
     request = encode_chat(llm, text, system) if chat else text
     if searching is None and sampling.n == 1 and not json_lines:
         for piece in llm.stream(request, sampling):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from treewise.config import BeamSearchParams, SamplingParams, Speculation
+from treewise.config import BeamSearchParams, SamplingParams, SparsityOptions, Speculation
 from treewise.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -200,11 +200,16 @@ class ModelOptions:
     speculate: str | None = None
     tree_size: int = 64
 
-    def load(self) -> LLM:
+    def load(self, sparsity: SparsityOptions | None = None) -> LLM:
         """Load the model, saying so on a terminal."""
         from treewise.llm import LLM
+        from treewise.sparsity.policy import KVSparsity
 
         fields = asdict(self)
+        sparsity = sparsity or SparsityOptions()
+        settings = sparsity.settings()
+        if sparsity.kv_sparsity is not None:
+            fields["kv_sparsity"] = KVSparsity.named(sparsity.kv_sparsity, **settings)
         tree_size = fields.pop("tree_size")
         if self.speculate is not None:
             fields["speculate"] = Speculation(self.speculate, tree_size)

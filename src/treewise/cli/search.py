@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from treewise.cli.options import GrammarOptions, ModelOptions, encode_chat, read_prompt, working
+from treewise.config import SparsityOptions
 from treewise.results import json_safe, shorten
 
 
@@ -32,6 +33,7 @@ def search(
     seed: int | None = None,
     grammar: Annotated[GrammarOptions | None, Parameter("*", group="Grammar")] = None,
     options: Annotated[ModelOptions | None, Parameter("*", group="Model and engine")] = None,
+    sparsity: Annotated[SparsityOptions | None, Parameter("*", group="KV sparsity")] = None,
 ) -> None:
     """Solve a prompt with a search strategy, and draw its tree.
 
@@ -93,7 +95,7 @@ def search(
                 raise ValueError(f"set: {name}: {error}") from None
     question = read_prompt(prompt)
     program = entry.build(**values, **given)
-    llm = options.load()
+    llm = options.load(sparsity)
     if chat is None:
         chat = llm.tokenizer.has_chat_template or system is not None
     request = encode_chat(llm, question, system) if chat else question

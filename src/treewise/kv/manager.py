@@ -411,15 +411,16 @@ class KVManager:
         """
         sealed = sorted((node.namespace.partition(SEALED)[0], node.tokens) for node in live & self.kept.keys())
         total = sum(node.computed for node in live - self.kept.keys())
-        before: tuple[str, list[int]] = "", []
+        before: dict[str, list[int]] = {}
         for namespace, tokens in sealed:
-            known, _, shared = self.forest.match(tokens, namespace)
-            while known is not None and known not in live:
-                known, shared = known.parent, known.start
-            if before[1] and before[0] == namespace:
-                shared = max(shared, common_prefix(before[1], tokens, 0))
+            node, _, shared = self.forest.match(tokens, namespace)
+            while node is not None and node not in live:
+                shared = node.start
+                node = node.parent
+            if namespace in before:  # of those so far the last agrees with this one the longest
+                shared = max(shared, common_prefix(before[namespace], tokens, 0))
             total += len(tokens) - shared
-            before = namespace, tokens
+            before[namespace] = tokens
         return total
 
     def _evictable(self) -> Iterable[Node]:

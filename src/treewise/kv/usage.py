@@ -20,8 +20,8 @@ class KVUsage:
     bytes_per_slot : int
         Of the keys and values of a token, over all layers.
     bytes_beside : int
-        Beside the pool: of queries that wait for keys to be scored, and of what the output head makes of the last tokens
-        of prompts that were thinned out.
+        Beside the pool: of queries that wait for keys to be scored, and of what the output head makes of the last
+        tokens of prompts that were thinned out.
 
     Examples
     --------
