@@ -20,6 +20,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         Where to write the picture.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     rows = [row for row in result["results"] if not row["note"]]
     cases = list(dict.fromkeys(row["case"] for row in rows))
@@ -39,6 +40,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         axes.set_axisbelow(True)
     speed.set_ylim(bottom=0)
     wait.set_yscale("log")
+    wait.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    wait.yaxis.set_major_formatter("{x:g}")
+    wait.yaxis.set_minor_formatter("")
     pool = "room for all" if result["kv_tokens"] is None else f"a pool of {result['kv_tokens']:,} tokens"
     lengths = f"{result['input_tokens']:,} tokens in, {result['output_tokens']:,} out"
     device = result["machine"]["device"]
