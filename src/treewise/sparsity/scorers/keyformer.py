@@ -22,7 +22,8 @@ class Keyformer:
         S_i = sum over queries j of softmax_i((q_j k_i scale + noise_ji) / temperature)
 
     and the mean of the heads that share a KV head. The noise depends on the evidence's seed, the layer, the head and
-    both positions. The denominator is over the keys of the evidence: keys that are there no more cannot be known to it.
+    both positions, as the evidence has them. The denominator is over the keys of the evidence: keys that are there no
+    more cannot be known to it.
 
     Attributes
     ----------

@@ -17,7 +17,8 @@ class Random:
     """A number in (0, 1) for each KV head and position, drawn from the evidence's seed and layer.
 
     A token has the same score whatever other tokens are there. So what is left after many evictions is a uniform sample
-    of all tokens that ever were.
+    of all tokens that ever were, if the evidence always has their own positions. Those of an engine that gives up keys
+    of a path for the second time are stand-ins, for which numbers are drawn anew: later tokens are more likely to stay.
     """
 
     num_queries: ClassVar[int | None] = 0
