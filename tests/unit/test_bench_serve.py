@@ -55,6 +55,7 @@ def test_dense_stands_beside_every_policy(run, tmp_path):
         # Pages of 16 tokens: 64 of the prompt, and 15 that are decoded have keys.
         assert row["peak_slots"] <= requests // 4 * 80
         assert (1 if row["engine"] == "dense" else 0.2) <= row["kv_ratio"] < (1.3 if row["engine"] == "dense" else 1)
+    # All of the prompt is there before some of it is given up.
     assert rows[0]["peak_slots"] == 80 and rows[2]["peak_slots"] == 64
     assert "of dense KV" in said and "TTFT p50 s" in said and "hits" not in said
 
@@ -84,7 +85,7 @@ def test_what_is_said_of_memory_is_what_the_pool_counts(monkeypatch):
     monkeypatch.setattr(engine, "step", stepping)
     facts = run_load(llm, Load("3 at once", 3, Demand(input_tokens=50).prompts(5, 100, 0, 0), 6), 0)
     told.pop()  # the last step is behind the end
-    assert facts["peak_slots"] == max(slots for slots, _ in told)
+    assert max(slots for slots, _ in told) <= facts["peak_slots"] == engine.kv.peak_slots <= 3 * 64
     live, dense = sum(usage.live_bytes for _, usage in told), sum(usage.dense_bytes for _, usage in told)
     assert facts["kv_ratio"] == live / dense
     assert all(usage.live_slots == slots for slots, usage in told), "nothing is cached"

@@ -68,6 +68,7 @@ def test_what_is_given_up_counts_as_dense():
     kept = -(-(59 + 59 + 16 + 16) // 4)  # the second layer has a window of its own
     # Of the last token of each branch there are no keys yet.
     assert usage.slots == usage.live_slots == slots == kept + 3 + 2 * (6 - 1)
+    assert llm.engine.kv.peak_slots == 59, "all of the prompt is there before some of it is given up"
     assert usage.live_tokens == 59 + 3 + 2 * (6 - 1)
     assert usage.dense_bytes == usage.live_tokens * usage.bytes_per_slot
     assert usage.ratio == (slots * usage.bytes_per_slot + usage.bytes_beside) / usage.dense_bytes < 0.8

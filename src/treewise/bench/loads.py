@@ -194,6 +194,7 @@ def run_load(llm: LLM, load: Load, seed: int) -> Facts:
     """
     engine = llm.engine
     engine.kv.clear_cache()
+    engine.kv.peak_slots = 0
     preempted = engine.scheduler.num_preemptions
     params = SamplingParams(temperature=1.0, max_tokens=load.new_tokens, ignore_eos=True)
 
@@ -203,7 +204,7 @@ def run_load(llm: LLM, load: Load, seed: int) -> Facts:
     clients: list[Client] = []
     running: list[Client] = []
     arrivals = load.arrivals(seed)
-    held = dense = peak_slots = steps = 0
+    held = dense = steps = 0
     start = now = perf_counter()
     while running or len(clients) < len(load.prompts):
         for i in range(len(clients), len(load.prompts)):
@@ -225,7 +226,6 @@ def run_load(llm: LLM, load: Load, seed: int) -> Facts:
                 client.first = now
             if client.decoded == load.new_tokens:
                 client.last = now
-        peak_slots = max(peak_slots, engine.kv.num_slots - engine.kv.pool.num_free)
         if steps % LOOK == 0:
             usage = llm.kv_usage
             held, dense = held + usage.live_bytes, dense + usage.dense_bytes
@@ -242,7 +242,7 @@ def run_load(llm: LLM, load: Load, seed: int) -> Facts:
         "tpot_ms": percentiles([pace * 1e3 for pace in paces]),
         "prefix_hits": cached / sum(map(len, load.prompts)) if engine.kv.enable_prefix_caching else None,
         "preemptions": engine.scheduler.num_preemptions - preempted,
-        "peak_slots": peak_slots,
+        "peak_slots": engine.kv.peak_slots,
         "kv_ratio": held / dense if dense else None,
     }
 

@@ -80,6 +80,8 @@ class KVManager:
     statistics : CacheStatistics
     kept : dict of Node to Kept
         Sealed nodes whose layers hold some of their tokens only; the other nodes have a slot a token, in all layers.
+    peak_slots : int
+        The most slots in use so far, or since somebody set it to 0.
     """
 
     def __init__(self, forest: Forest, pool: SlotPool, enable_prefix_caching: bool = True) -> None:
@@ -88,6 +90,7 @@ class KVManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.statistics = CacheStatistics()
         self.kept: dict[Node, Kept] = {}
+        self.peak_slots = 0
         self._clock = count(1)
 
     @property
@@ -357,10 +360,13 @@ class KVManager:
         """Return what `take` takes from the pool, evicting idle cached prefixes if need be."""
         while True:
             try:
-                return take()
+                taken = take()
             except OutOfSlots:
                 if not self._evict(num_slots):
                     raise
+            else:
+                self.peak_slots = max(self.peak_slots, self.num_slots - self.pool.num_free)
+                return taken
 
     def _keeps(self, node: Node, keep: int) -> bool:
         """Make a cached prefix of the idle `node`, if that lies within the first `keep` tokens and has keys."""
