@@ -92,6 +92,14 @@ def test_what_is_said_of_memory_is_what_the_pool_counts(monkeypatch):
     assert engine.kv.pool.num_free == engine.kv.num_slots
 
 
+def test_a_load_that_fails_leaves_nothing_behind(monkeypatch):
+    subject = Subject(model="shape:tiny")
+    llm = subject.engine(subject.load(), "auto", 2, num_kv_slots=128, enable_prefix_caching=False)
+    with pytest.raises(Exception, match="num_kv_slots: the KV pool is too small"):
+        run_load(llm, Load("2 at once", 2, [[1] * 60, [2] * 60], 80), 0)
+    assert not llm.engine.requests and llm.engine.kv.pool.num_free == llm.engine.kv.num_slots
+
+
 def test_requests_come_by_chance_at_a_rate(run):
     times = np.diff(Load("", 1, [[1]] * 4000, 2, rate=5.0).arrivals(0))
     assert times.mean() == pytest.approx(0.2, rel=0.1) and times.std() == pytest.approx(0.2, rel=0.1)

@@ -86,6 +86,23 @@ def test_what_dense_requests_would_share_counts_once():
     assert usage.live_slots == 3 * (-(-(60 + 60 + 16 + 16) // 4) + 6 - 1), "each has its own"
 
 
+def test_what_a_fork_inside_the_prompt_shares_counts_once():
+    llm = tiny_llm(MODEL, page_size=1, kv_sparsity=POLICY, enable_prefix_caching=False)
+    told = []
+
+    async def program(root):
+        [early] = root.fork(1, at=20)
+        early.append([3, 4])
+        await generate([root.fork(1)[0], early], GREEDY)
+        told.append(llm.kv_usage)
+
+    llm.run(program, [PROMPT])
+    [usage] = told
+    decoded = 6 - 1
+    assert usage.live_slots == usage.slots == -(-(59 + 59 + 16 + 16) // 4) + decoded + 20 + 2 + decoded
+    assert usage.live_tokens == 59 + decoded + 2 + decoded
+
+
 def test_queries_that_wait_are_counted():
     llm = tiny_llm(MODEL, kv_sparsity=KVSparsity.named("snapkv", budget=16, window=4), max_num_rows=16)
     told = watched(llm)

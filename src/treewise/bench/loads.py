@@ -83,7 +83,9 @@ class Demand:
         check_integer("output_tokens", self.output_tokens, 2)
         check_integer("repeats", self.repeats, 1)
         if self.length > (limit := subject.config().max_positions):
-            raise ValueError(f"output_tokens: paths of {self.length} tokens are longer than the model's, {limit}")
+            raise ValueError(
+                f"output_tokens: paths of {self.length} tokens are longer than the model's context, {limit}"
+            )
         if self.num_prompts is not None:
             check_integer("num_prompts", self.num_prompts, 1)
         if self.kv_tokens is not None:
@@ -206,31 +208,35 @@ def run_load(llm: LLM, load: Load, seed: int) -> Facts:
     arrivals = load.arrivals(seed)
     held = dense = steps = 0
     start = now = perf_counter()
-    while running or len(clients) < len(load.prompts):
-        for i in range(len(clients), len(load.prompts)):
-            if len(running) >= load.concurrency or start + arrivals[i] > now:
-                break
-            request = engine.add(program, load.prompts[i], seed + i, sparsity=llm.kv_sparsity)
-            running.append(Client(request, now if load.rate is None else start + arrivals[i]))
-            clients.append(running[-1])
-        if not running:
-            sleep(max(0.0, start + arrivals[len(clients)] - perf_counter()))
+    try:
+        while running or len(clients) < len(load.prompts):
+            for i in range(len(clients), len(load.prompts)):
+                if len(running) >= load.concurrency or start + arrivals[i] > now:
+                    break
+                request = engine.add(program, load.prompts[i], seed + i, sparsity=llm.kv_sparsity)
+                running.append(Client(request, now if load.rate is None else start + arrivals[i]))
+                clients.append(running[-1])
+            if not running:
+                sleep(max(0.0, start + arrivals[len(clients)] - perf_counter()))
+                now = perf_counter()
+                continue
+            engine.step()
             now = perf_counter()
-            continue
-        engine.step()
-        now = perf_counter()
-        for client in running:
-            if client.request.error is not None:
-                raise client.request.error
-            if client.first is None and client.decoded:
-                client.first = now
-            if client.decoded == load.new_tokens:
-                client.last = now
-        if steps % LOOK == 0:
-            usage = llm.kv_usage
-            held, dense = held + usage.live_bytes, dense + usage.dense_bytes
-        steps += 1
-        running = [client for client in running if client.last is None]
+            for client in running:
+                if client.request.error is not None:
+                    raise client.request.error
+                if client.first is None and client.decoded:
+                    client.first = now
+                if client.decoded == load.new_tokens:
+                    client.last = now
+            if steps % LOOK == 0:
+                usage = llm.kv_usage
+                held, dense = held + usage.live_bytes, dense + usage.dense_bytes
+            steps += 1
+            running = [client for client in running if client.last is None]
+    finally:
+        for client in running:  # none are left unless one has failed
+            engine.abort(client.request)
     seconds = now - start
     engine.step()  # the programs of the last requests return
     waits = [client.first - client.asked for client in clients if client.first is not None]
