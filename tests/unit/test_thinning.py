@@ -35,7 +35,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 @torch.inference_mode()
 def thinned_logits(tokens, num_given, policy):
-    """Return the logits at every position: rows behind the prompt see of it what the policy keeps, others everything."""
+    """Return the logits at every position: rows behind the prompt see of it what the policy keeps, others all."""
     config, n = MODEL.config, len(tokens)
     windows = config.layer_windows
     budgets = iter(policy.budgets(num_given, windows.count(None)))
@@ -212,8 +212,6 @@ def test_lone_branches_stay_within_their_budget(policy, options):
         idle(llm)
     llm = tiny_llm(MODEL, kv_sparsity=policy, page_size=1, **options)
     assert told(llm.generate(PROMPTS, params)) == alone
-    if "num_kv_slots" in options:
-        assert llm.engine.scheduler.num_preemptions or True
     idle(llm)
 
 
