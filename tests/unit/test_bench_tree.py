@@ -95,8 +95,8 @@ def kv(row):
 
 
 def test_shapes_are_those_of_the_models():
-    sizes = {"llama-3-8b": 8.03e9, "codellama-7b": 6.74e9, "codellama-34b": 33.7e9, "qwen3-0.6b": 0.596e9, "qwen3-4b": 4.02e9}
-    for name, number in (sizes | {"smollm2-135m": 0.1345e9, "qwen3-8b": 8.19e9, "llama-3.2-1b": 1.236e9}).items():
+    sizes = {"llama-3-8b": 8.03e9, "codellama-7b": 6.74e9, "codellama-34b": 33.7e9, "qwen3-0.6b": 0.596e9}
+    for name, number in (sizes | {"smollm2-135m": 0.1345e9, "qwen3-4b": 4.02e9, "llama-3.2-1b": 1.236e9}).items():
         config = read_config(find_shape(name))
         with torch.device("meta"):
             model = CausalLM(config)
