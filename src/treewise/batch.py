@@ -312,8 +312,8 @@ class Batch:
         ]
         return np.concatenate([known, *parts, *(growth.slot[rows] for growth, rows in self.growths)], dtype=np.int64)
 
-    def tree_spec(self, kv: KVManager, layer: int = 0) -> tuple[TreeSpec, Slots]:
-        """Return the forest that the rows see, and the slot of each of its tokens, as `layer` holds them.
+    def tree_spec(self, kv: KVManager, layer: int = 0, head: int | None = None) -> tuple[TreeSpec, Slots]:
+        """Return the forest that the rows see, and the slot of each of its tokens, as `layer` or its `head` holds them.
 
         Nodes come parents first, in the order in which the rows reach them, each cut to what has keys after this step.
         Slots are those of `KVManager.slots`.
@@ -333,7 +333,7 @@ class Batch:
                 node = node.parent
             for node in reversed(path):
                 place[node] = len(place)
-        own = [kv.slots(node, layer)[: self.computed(node)] for node in place]
+        own = [kv.slots(node, layer, head)[: self.computed(node)] for node in place]
         starts = np.array([span.start for span in self.spans], np.int64)
         parents = [np.array([-1 if node.parent is None else place[node.parent] for node in place], np.int64)]
         nodes = [np.repeat(np.array([place[span.node] for span in self.spans], np.int64), self._lengths())]
@@ -361,7 +361,7 @@ class Batch:
             query_offset=np.concatenate(offsets),
             below=below,
         )
-        drawn = [shape.slots.astype(np.int32) + np.int32(layer * kv.pool.num_slots) for _, shape in shapes]
+        drawn = [kv.within(shape.slots.astype(np.int32), layer, head) for _, shape in shapes]
         return spec, np.concatenate([*own, *drawn])
 
     def kept(self, kv: KVManager) -> list[Kept]:

@@ -21,10 +21,14 @@ class Kind(NamedTuple):
     first : int
         They are the layers of this window from the first up to the next kind's first. The plan's slots are numbered
         from that layer's part of the pool on, see `treewise.kv.kept.Kept.slots_from`.
+    heads : tuple of int or None
+        KV heads each of which has queries of its own in the plan: those of the first row come first. None stands for
+        all of them together.
     """
 
     window: int | None
     first: int = 0
+    heads: tuple[int | None, ...] = (None,)
 
 
 Plans = Mapping[Kind, Plan]
@@ -64,7 +68,7 @@ class StepGraph:
         device = next(iter(plans.values())).device
         self._inputs = torch.zeros((num_inputs, rows), dtype=torch.int64, device=device)
         self._inputs[2] = spare_slot
-        self._buffers = {kind: PlanBuffers(plan, rows) for kind, plan in plans.items()}
+        self._buffers = {kind: PlanBuffers(plan, rows * len(kind.heads)) for kind, plan in plans.items()}
         fixed = {kind: buffers.plan for kind, buffers in self._buffers.items()}
         self._replay, self._hidden = capture(lambda: compute(*self._inputs, fixed))
 

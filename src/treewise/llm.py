@@ -188,7 +188,7 @@ class LLM:
         runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype, cuda_graphs)
         eos_token_ids = self.tokenizer.eos_token_ids
         lexicon = Lexicon(self.tokenizer, config.vocab_size, eos_token_ids)
-        kv = KVManager(Forest(), slots, enable_prefix_caching)
+        kv = KVManager(Forest(), slots, enable_prefix_caching, config.num_kv_heads)
         speculator = None
         if settings is not None and drafter is not None:
             speculator = Speculator(drafter.make(runner, max_num_rows), kv, settings.tree_size, settings.adaptive)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple, cast
 from weakref import ReferenceType, ref
 
@@ -21,6 +22,7 @@ from treewise.kv import Copy, Kept, KVManager, Slots
 from treewise.models import CausalLM
 from treewise.ops import Heads, rotate_and_store
 from treewise.plan.data import upload_together
+from treewise.plan.spec import interleaved
 from treewise.sparsity.observation import Seen
 from treewise.stems import StemPlanner
 from treewise.thicket import Ints
@@ -149,10 +151,11 @@ class Runner:
         if self._planned is not None:
             planned, grown, plans = self._planned
             if planned() is batch and batch.grown == grown + 1 and self._have_room(plans):
-                slots = batch.store_slots(kv)
+                slots = batch.store_slots(kv).astype(np.int32)
                 with torch.inference_mode():
                     for kind, plan in plans.items():
-                        plan.grow(slots + kind.first * kv.pool.num_slots)
+                        of_heads = [kv.within(slots, kind.first, head) for head in kind.heads]
+                        plan.grow(np.stack(of_heads, axis=1).ravel())
                 self._planned = planned, batch.grown, plans
                 return plans
         # A captured graph keeps what the last plan that it ran has on the device: no other goes on.
@@ -164,9 +167,11 @@ class Runner:
             self.stems.forget()
         room = self.room if batch.can_grow else 0
         if kept:
-            plans = {
-                kind: self._plan_kind(kind, *batch.tree_spec(kv, kind.first), room=room) for kind in self._kinds(kept)
-            }
+            plans = {}
+            for kind in self._kinds(kept, kv):
+                seen = [batch.tree_spec(kv, kind.first, head) for head in kind.heads]
+                tree, there = interleaved([tree for tree, _ in seen]), np.concatenate([slots for _, slots in seen])
+                plans[kind] = self._plan_kind(kind, tree, there, room=room)
         else:
             plans = self._plan(*batch.tree_spec(kv), room=room)
         self._planned = ref(batch), batch.grown, plans
@@ -295,40 +300,61 @@ class Runner:
         source, target = ((self._starts + slots).view(-1) for slots in (move.source_there, move.target_there))
         self._rows.index_copy_(0, target, self._rows.index_select(0, source))
 
-    def thin_out(self, slots: Sequence[Slots], select: Callable[[int, Tensor, Tensor], Tensor | None]) -> list[Tensor]:
+    def thin_out(
+        self, slots: Sequence[Sequence[Slots]], select: Callable[[int, Sequence[Tensor]], Sequence[Tensor] | None]
+    ) -> list[list[Tensor]]:
         """Return the keys and values that layers keep of some tokens, see `store_kept`.
 
         Parameters
         ----------
-        slots : sequence of Slots
-            Of the tokens that each layer has, see `KVManager.slots`.
+        slots : sequence of sequences of Slots
+            Of the tokens that each layer has, see `KVManager.slots`: those of all KV heads together, or of each head.
         select : callable
-            Given a layer, its keys and its values of these [tokens, kv_heads, head_dim], returns the tokens that each
-            KV head keeps, int64 [kv_heads, kept]; None for all.
+            Given a layer, and its keys and values of these, a tensor [2, tokens, kv_heads, head_dim] or one of a single
+            head for each, returns the tokens that each head keeps, int64 [kv_heads, kept], in as many tensors, or in
+            one for each head; None for all.
 
         Returns
         -------
-        list of Tensor [2, kept, kv_heads, head_dim]
-            Of each layer.
+        list of lists of Tensor [2, kept, kv_heads, head_dim]
+            Of each layer, in one or in one for each KV head.
         """
-        config = self.model.config
+        there = iter(upload_together([each for parts in slots for each in parts], self.device))
         thinned = []
-        for layer, there in enumerate(upload_together(slots, self.device)):
-            both = self._rows.index_select(0, self._both(there)).view(2, len(there), config.num_kv_heads, -1)
-            chosen = select(layer, *both.view(self.kv_dtype))
+        for layer, parts in enumerate(slots):
+            rows, heads = self._rows_of(len(parts)), self.k.shape[2] // len(parts)
+            held = [
+                rows.index_select(0, self._both(own, rows)).view(2, len(own), heads, -1)
+                for own in islice(there, len(parts))
+            ]
+            chosen = select(layer, [both.view(self.kv_dtype) for both in held])
             if chosen is not None:
-                both = both.gather(1, chosen.T[None, :, :, None].expand(2, -1, -1, both.shape[-1]))
-            thinned.append(both)
+                if len(chosen) > len(held):
+                    held = [head for both in held for head in both.split(1, dim=2)]
+                held = [
+                    both.gather(1, own.T[None, :, :, None].expand(2, -1, -1, both.shape[-1]))
+                    for both, own in zip(held, chosen, strict=True)
+                ]
+            thinned.append(held)
         return thinned
 
-    def store_kept(self, kept: Kept, thinned: list[Tensor]) -> None:
+    def store_kept(self, kept: Kept, thinned: Sequence[Sequence[Tensor]]) -> None:
         """Put what layers keep where it belongs; moves that are due come first."""
-        [slots] = upload_together([np.concatenate(list(map(kept.slots_from, range(len(self.k)))))], self.device)
-        self._rows.index_copy_(0, self._both(slots), torch.cat(thinned, dim=1).flatten(2).flatten(0, 1))
+        for parts in {len(held) for held in thinned}:
+            layers = [layer for layer, held in enumerate(thinned) if len(held) == parts]
+            slots = np.concatenate([own for layer in layers for own in kept.slots_from(layer)])
+            new = torch.cat([both for layer in layers for both in thinned[layer]], dim=1)
+            rows, [there] = self._rows_of(parts), upload_together([slots], self.device)
+            rows.index_copy_(0, self._both(there, rows), new.flatten(2).flatten(0, 1))
 
-    def _both(self, slots: Tensor) -> Tensor:
+    def _rows_of(self, parts: int) -> Tensor:
+        """Return keys and values in rows of a token's KV heads in a layer, which are in so many parts."""
+        return self._rows.view(len(self._rows) * parts, -1)
+
+    @staticmethod
+    def _both(slots: Tensor, rows: Tensor) -> Tensor:
         """Return the rows of keys and then those of values at slots that are numbered over all layers."""
-        return torch.cat((slots, slots + len(self._rows) // 2))
+        return torch.cat((slots, slots + len(rows) // 2))
 
     def _compute(
         self,
@@ -347,13 +373,16 @@ class Runner:
         def attend(layer: int, heads: Heads) -> Tensor:
             q = rotate_and_store(heads, *pools[layer], slots)
             kind = self._kind(plans, layer)
-            k, v = (pool[layer - kind.first :].flatten(0, 1) for pool in (self.k, self.v))
+            plan = plans[kind]
+            shape = plan.num_kv_heads, plan.head_dim
+            k, v = (pool[layer - kind.first :].view(-1, *shape) for pool in (self.k, self.v))
+            queries = q.reshape(plan.num_rows, plan.num_heads, plan.head_dim)
             if not seen:
-                return cast(Tensor, run(plans[kind], q, k, v))
-            out, lse = run(plans[kind], q, k, v, return_lse=True)
+                return cast(Tensor, run(plan, queries, k, v)).view(q.shape)
+            out, lse = run(plan, queries, k, v, return_lse=True)
             for each in seen:
-                each.take(layer, q, lse)
-            return out
+                each.take(layer, q, lse.view(q.shape[:2]))
+            return out.view(q.shape)
 
         inner: dict[int, Tensor] = {}
         see = {layer: partial(inner.__setitem__, layer) for tap in self.taps for layer in tap.layers}
@@ -362,12 +391,12 @@ class Runner:
             tap.take(slots, torch.cat([inner[layer] for layer in tap.layers], dim=-1))
         return hidden
 
-    def _kinds(self, kept: Sequence[Kept]) -> list[Kind]:
+    def _kinds(self, kept: Sequence[Kept], kv: KVManager) -> list[Kind]:
         """Return the kinds of layers of which each keeps as much as the others of its kind, of each of these."""
         windows = self.model.config.layer_windows
         firsts = {first for each in kept for first in each.firsts}
         turns = (layer for layer in range(1, len(windows)) if windows[layer] != windows[layer - 1])
-        return [Kind(windows[first], first) for first in sorted(firsts.union(turns))]
+        return [Kind(windows[first], first, kv.heads(kept, first)) for first in sorted(firsts.union(turns))]
 
     def _kind(self, plans: Plans, layer: int) -> Kind:
         """Return the kind of `layer` among those that there are plans for."""
@@ -380,12 +409,12 @@ class Runner:
         return {kind: self._plan_kind(kind, spec, slots, open_tokens, room=room) for kind in kinds}
 
     def _plan_kind(self, kind: Kind, spec: TreeSpec, slots: Slots | None, open_tokens: int = 0, *, room: int) -> Plan:
-        config = self.model.config
+        config, parts = self.model.config, len(kind.heads)
         return plan_tree(
             spec,
             self.attention,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=config.num_heads // parts,
+            num_kv_heads=config.num_kv_heads // parts,
             head_dim=config.head_dim,
             slots=slots,
             page_size=self.page_size,

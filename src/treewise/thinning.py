@@ -12,13 +12,16 @@ from torch import Tensor
 
 from treewise.batch import Batch
 from treewise.branch import BranchTree
-from treewise.kv import ContiguousPool, KVManager, Thinning
+from treewise.kv import ContiguousPool, Count, KVManager, Thinning
 from treewise.plan.data import upload_together
 from treewise.runner import Runner
 from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.observation import Observation, Seen
 from treewise.sparsity.policy import KVSparsity
 from treewise.tree import Node
+
+MOST_HEADS = 2**31 - 1
+"""Keys of single heads that a pool may have in all layers: so many numbers an int32 has."""
 
 
 @dataclass(eq=False)
@@ -72,8 +75,8 @@ class Thinner:
             It says why.
         """
         reasons = policy.refusals(self.runner.model.config)
-        if policy.per_head:
-            reasons.append("heads of a layer keep different numbers of tokens, which pages of whole layers cannot hold")
+        if policy.per_head and (heads := self.runner.k[..., 0].numel()) > MOST_HEADS:
+            reasons.append(f"the pool has {heads} keys of single heads, of which {MOST_HEADS} can have a number")
         if isinstance(self.kv.pool, ContiguousPool):
             reasons.append("the pool 'contiguous' does not lend slots; choose 'paged'")
         if len(self.runner.followers) > 1:
@@ -232,10 +235,14 @@ class Thinner:
             return
         self.runner.move(kv)
         path = kv.forest.path(end)
-        held = [sum(len(kv.slots(node, layer)) for node in path) for layer in range(len(self.runner.k))]
-        counts = [min(*pair) for pair in zip(held, self._counts(case.policy, end.end), strict=True)]
-        slots = [np.concatenate([kv.slots(node, layer) for node in path]) for layer in range(len(counts))]
-        thinned = self.runner.thin_out(slots, lambda layer, *both: self._select(case, counts, layer, *both))
+        budgets, before = self._counts(case.policy, end.end), [kv.kept[node] for node in path if node in kv.kept]
+        slots = [
+            [np.concatenate([kv.slots(node, layer, head) for node in path]) for head in kv.heads(before, layer)]
+            for layer in range(len(budgets))
+        ]
+        thinned = self.runner.thin_out(slots, lambda layer, held: self._select(case, budgets[layer], layer, held))
+        lengths = [tuple(both.shape[1] for both in parts) for parts in thinned]
+        counts: list[Count] = [each if len(each) > 1 else each[0] for each in lengths]
         stump = kv.seal(kv.forest.path_tokens(end), tree.namespace, key)
         tree.stand_on(stump, end)
         self._plan_stage(tree, case)
@@ -251,27 +258,39 @@ class Thinner:
         self.runner.store_kept(kept, thinned)
         self._last[stump] = case.last
 
-    def _select(self, case: _Case, counts: Sequence[int], layer: int, keys: Tensor, values: Tensor) -> Tensor | None:
+    def _select(self, case: _Case, budget: int, layer: int, held: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """Return which tokens a layer keeps, see `Runner.thin_out`."""
-        config, observation, num_tokens = self.runner.model.config, case.observation, len(keys)
-        if counts[layer] == num_tokens:
+        tokens = [both.shape[1] for both in held for _ in range(both.shape[2])]  # of each KV head
+        if len(tokens) * budget >= sum(tokens):
             return None
+        evidence = [self._evidence(case, layer, head, *both) for head, both in enumerate(held)]
+        if not case.policy.per_head:
+            return [case.policy.keep(evidence[0], budget)]
+        chosen = case.policy.keep_heads(evidence, budget)
+        alike = len(held) == len(set(map(len, chosen))) == 1
+        return [torch.stack(chosen)] if alike else [head[None] for head in chosen]
+
+    def _evidence(self, case: _Case, layer: int, first_head: int, keys: Tensor, values: Tensor) -> Evidence:
+        """Return what a layer knows of its tokens, or some of its KV heads, from the first on."""
+        config, observation, (num_tokens, num_heads, _) = self.runner.model.config, case.observation, keys.shape
         assert observation is not None
-        evidence = Evidence(
+        group = config.num_heads // config.num_kv_heads
+        heads = slice(first_head * group, (first_head + num_heads) * group)
+        return Evidence(
             layer=sum(window is None for window in config.layer_windows[:layer]),
             num_layers=config.layer_windows.count(None),
             keys=keys,
             values=values,
             # NOTE: heads may hold different tokens of earlier stages, all of which lie before those of this one.
             positions=torch.arange(observation.end - num_tokens, observation.end, device=keys.device),
-            queries=observation.queries[layer],
+            queries=observation.queries[layer][:, heads],
             query_positions=observation.positions,
-            lse=observation.lse[layer],
+            lse=observation.lse[layer][:, heads],
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
             rope=config.layer_ropes[layer],
+            first_head=first_head,
         )
-        return case.policy.keep(evidence, counts[layer])
 
     def _counts(self, policy: KVSparsity, num_tokens: int) -> list[int]:
         """Return how many of so many tokens each layer keeps; those with a window of their own keep all."""

@@ -31,7 +31,7 @@ def test_rounded_shares_sum_to_the_total_and_move_by_less_than_one(shares):
 def test_spread_shares_stay_within_bounds_and_in_proportion(data, weights, low, above):
     high = max(1, low + above)
     total = data.draw(st.integers(low * len(weights), high * len(weights)))
-    shares = spread(total, weights, low, high)
+    shares = spread(total, weights, [low] * len(weights), [high] * len(weights))
     assert sum(shares) == total and all(low <= share <= high for share in shares)
     free = [share / weight for share, weight in zip(shares, weights, strict=True) if low + 1 < share < high - 1]
     one = [1 / weight for share, weight in zip(shares, weights, strict=True) if low + 1 < share < high - 1]

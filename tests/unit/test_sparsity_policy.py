@@ -54,7 +54,7 @@ def test_selection_is_that_of_numpy_ties_included(data, kv_heads, tokens, window
     assert kept.dtype == torch.int64 and kept.shape == (kv_heads, budget)
     assert kept.tolist() == reference(rows, [budget] * kv_heads, window, sinks)
     for floor in (0.0, 0.2):
-        by_head = replace(policy, allocator=Ada(floor)).keep_heads(evidence, budget)
+        by_head = replace(policy, allocator=Ada(floor)).keep_heads([evidence], budget)
         counts = [len(row) for row in by_head]
         assert sum(counts) == kv_heads * budget and min(counts) >= min(tokens, window + sinks)
         assert [row.tolist() for row in by_head] == reference(rows, counts, window, sinks)
@@ -66,7 +66,7 @@ def test_a_budget_of_all_tokens_keeps_them_in_order(name):
     evidence = make_evidence(50)
     for budget in (50, 51, 10**9):
         assert policy.keep(evidence, budget).tolist() == [list(range(50))] * 2
-        assert [row.tolist() for row in policy.keep_heads(evidence, budget)] == [list(range(50))] * 2
+        assert [row.tolist() for row in policy.keep_heads([evidence], budget)] == [list(range(50))] * 2
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -80,7 +80,7 @@ def test_presets_keep_what_is_protected_and_as_many_as_they_say(name, tokens):
         assert kept.shape == (2, budget) and (kept.diff() > 0).all()
         always = {*range(tokens)[: policy.sinks], *range(tokens)[-policy.window :]}
         assert all(always <= set(row) for row in kept.tolist())
-        by_head = policy.keep_heads(evidence, budget)
+        by_head = policy.keep_heads([evidence], budget)
         assert sum(map(len, by_head)) == 2 * budget
         assert all((row.diff() > 0).all() and always <= set(row.tolist()) for row in by_head)
         assert policy.per_head or all(map(torch.equal, by_head, kept))
@@ -101,7 +101,7 @@ def test_tables_say_how_many_each_head_of_a_layer_keeps():
     policy = KVSparsity(allocator=Table((None, (40, 60), 50)), first_full=1)
     assert policy.budgets(90, 4) == [90, 90, 50, 50]
     evidence = make_evidence(90)
-    lengths = [[*map(len, policy.keep_heads(evidence._replace(layer=layer), 50))] for layer in range(4)]
+    lengths = [[*map(len, policy.keep_heads([evidence._replace(layer=layer)], 50))] for layer in range(4)]
     assert lengths == [[50, 50], [50, 50], [40, 60], [50, 50]]
 
 

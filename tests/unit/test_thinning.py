@@ -13,8 +13,10 @@ from tiny import dense_logits, greedy, idle, tiny_llm, tiny_model
 
 from treewise import SamplingParams, generate, score
 from treewise.attention import METHODS
-from treewise.kv.kept import lay_out
+from treewise.kv import KVManager
+from treewise.kv.kept import Kept, lay_out, num_pages
 from treewise.ops import rotate
+from treewise.sparsity.allocators import Ada, Table
 from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.policy import KVSparsity
 from treewise.speculate.ngram import NgramDrafter
@@ -29,6 +31,8 @@ POLICIES = {
     "snapkv": KVSparsity.named("snapkv", budget=16, window=4, sinks=2),
     "pyramid": KVSparsity.named("pyramidkv", budget=20, window=4, sinks=1),
     "first_full": KVSparsity.named("novita", budget=14, window=5, first_full=1),
+    "adakv": KVSparsity.named("adakv", budget=16, window=4, sinks=2),
+    "table": KVSparsity(allocator=Table(((9, 31), None, (20, 8))), window=4, sinks=1),
 }
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
@@ -51,17 +55,17 @@ def thinned_logits(tokens, num_given, policy):
         elif (budget := next(budgets)) < num_given:
             lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1).T
             first = 0 if policy.num_queries is None else max(0, num_given - max(1, policy.num_queries))
-            kept = policy.keep(
-                Evidence(
-                    sum(window is None for window in windows[:layer]),
-                    windows.count(None),
-                    *(k[:num_given], v[:num_given], torch.arange(num_given)),
-                    *(q[first:num_given], torch.arange(first, num_given), lse[first:num_given]),
-                    *(config.attention_scale, None, config.layer_ropes[layer]),
-                ),
-                budget,
+            evidence = Evidence(
+                sum(window is None for window in windows[:layer]),
+                windows.count(None),
+                *(k[:num_given], v[:num_given], torch.arange(num_given)),
+                *(q[first:num_given], torch.arange(first, num_given), lse[first:num_given]),
+                *(config.attention_scale, None, config.layer_ropes[layer]),
             )
-            gone = torch.ones(config.num_kv_heads, num_given, dtype=torch.bool).scatter_(1, kept, False)
+            kept = policy.keep_heads([evidence], budget) if policy.per_head else policy.keep(evidence, budget)
+            gone = torch.ones(config.num_kv_heads, num_given, dtype=torch.bool)
+            for head, own in zip(gone, kept, strict=True):
+                head[own] = False
             hidden[:, num_given:, :num_given] |= gone.repeat_interleave(group, 0)[:, None]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
@@ -92,9 +96,10 @@ def test_tokens_are_those_of_attention_to_what_stays(policy, options):
     idle(llm)
 
 
+@pytest.mark.parametrize("policy", ["pyramid", "table"])
 @pytest.mark.parametrize("attention", METHODS)
-def test_every_method_of_attention(attention):
-    policy, prompt = POLICIES["pyramid"], PROMPTS[2]
+def test_every_method_of_attention(attention, policy):
+    policy, prompt = POLICIES[policy], PROMPTS[2]
     llm = tiny_llm(MODEL, kv_sparsity=policy, attention=attention)
     [out] = llm.generate([prompt], GREEDY)
     assert out.outputs[0].token_ids == thinned_greedy(prompt, GREEDY.max_tokens, policy)
@@ -110,8 +115,9 @@ def test_a_budget_that_holds_everything_changes_no_bit(budget):
     assert dense.token_ids == sparse.token_ids and dense.logprobs == sparse.logprobs
 
 
-def test_memory_is_freed_and_counted():
-    policy = KVSparsity.named("novita", budget=16, window=4, sinks=0, first_full=1)
+@pytest.mark.parametrize("name", ["novita", "adakv"])
+def test_memory_is_freed_and_counted(name):
+    policy = KVSparsity.named(name, budget=16, window=4, sinks=0, first_full=1)
     llm = tiny_llm(MODEL, page_size=1, kv_sparsity=policy, enable_prefix_caching=False)
     taken = []
 
@@ -125,8 +131,10 @@ def test_memory_is_freed_and_counted():
 
     llm.run(program, [PROMPTS[0]])
     [(slots, lent, counts)] = taken
-    assert counts == (59, 59, 16, 16)  # the second layer has a window of its own
-    assert lent == -(-sum(counts) // 4), "strips of layers fill the pages"
+    heads = [count if isinstance(count, tuple) else (count, count) for count in counts]
+    assert [sum(each) / 2 for each in heads] == [59, 59, 16, 16]  # the second layer has a window of its own
+    assert (name == "adakv") == any(one != other for one, other in heads)
+    assert lent == -(-sum(map(sum, heads)) // 8), "strips of layers, or heads, fill the pages"
     assert slots == lent + 2, "two tokens have followed that have keys"
     idle(llm)
 
@@ -163,8 +171,9 @@ def test_a_prompt_that_is_known_in_full_is_looked_at_again():
     assert llm.cache_statistics.hit_tokens == len(prompt) - policy.window
 
 
-def test_branches_share_what_is_kept():
-    policy, prompt = POLICIES["first_full"], PROMPTS[2]
+@pytest.mark.parametrize("policy", ["first_full", "adakv"])
+def test_branches_share_what_is_kept(policy):
+    policy, prompt = POLICIES[policy], PROMPTS[2]
     llm = tiny_llm(MODEL, kv_sparsity=policy)
 
     async def program(root):
@@ -192,9 +201,10 @@ def test_branches_share_what_is_kept():
 
 
 @pytest.mark.parametrize("options", [{"max_num_rows": 9}, {"num_kv_slots": 144}, {"looks_ahead": True}], ids=str)
-@pytest.mark.parametrize("policy", ["snapkv", "first_full"])
+@pytest.mark.parametrize("policy", ["snapkv", "first_full", "adakv"])
 def test_lone_branches_stay_within_their_budget(policy, options):
-    policy = KVSparsity.named("snapkv", budget=16, window=4, every=8, first_full=2 * (policy == "first_full"))
+    name = "adakv" if policy == "adakv" else "snapkv"
+    policy = KVSparsity.named(name, budget=16, window=4, every=8, first_full=2 * (policy == "first_full"))
     params = SamplingParams(max_tokens=45, temperature=0, ignore_eos=True)
     alone = []
     for prompt in PROMPTS:
@@ -203,7 +213,7 @@ def test_lone_branches_stay_within_their_budget(policy, options):
         keep = llm.engine.kv.keep
 
         def watched(node, counts, most=most, keep=keep):
-            most.append(max(min(counts), *most))
+            most.append(max(min(np.mean(count) for count in counts), *most))
             return keep(node, counts)
 
         llm.engine.kv.keep = watched
@@ -212,6 +222,20 @@ def test_lone_branches_stay_within_their_budget(policy, options):
         idle(llm)
     llm = tiny_llm(MODEL, kv_sparsity=policy, page_size=1, **options)
     assert told(llm.generate(PROMPTS, params)) == alone
+    idle(llm)
+
+
+@pytest.mark.parametrize("every", [None, 8])
+def test_heads_by_themselves_are_heads_together(every, monkeypatch):
+    policy = KVSparsity("snapkv", Ada(floor=1.0), budget=16, window=4, first_full=1, every=every)
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    together = told(tiny_llm(MODEL, kv_sparsity=policy).generate(PROMPTS, params))
+    monkeypatch.setattr(KVManager, "heads", lambda kv, kept, layer: tuple(range(kv.num_heads)))
+    llm = tiny_llm(MODEL, kv_sparsity=policy)
+    keep, counted = llm.engine.kv.keep, []
+    llm.engine.kv.keep = lambda node, counts: (counted.append(counts), keep(node, counts))[1]
+    assert told(llm.generate(PROMPTS, params)) == together
+    assert all(isinstance(count, tuple) and count[0] == count[1] for counts in counted for count in counts)
     idle(llm)
 
 
@@ -227,8 +251,9 @@ def test_tokens_on_a_gpu(policy, cuda_graphs):
     idle(llm)
 
 
-def test_guesses_see_what_stays():
-    policy, prompt = POLICIES["snapkv"], PROMPTS[1]
+@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+def test_guesses_see_what_stays(policy):
+    policy, prompt = POLICIES[policy], PROMPTS[1]
     llm = tiny_llm(MODEL, kv_sparsity=policy)
     llm.engine.speculator = Speculator(Rivals([Noise(), NgramDrafter()]), llm.engine.kv, tree_size=9, adaptive=False)
     [out] = llm.generate([prompt], GREEDY)
@@ -242,7 +267,6 @@ def test_guesses_see_what_stays():
         ({"kv_sparsity": "snapcv"}, "choose one of"),
         ({"kv_sparsity": 5}, "kv_sparsity"),
         ({"kv_sparsity": "snapkv", "kv_budget": 10}, "budget"),
-        ({"kv_sparsity": "adakv"}, "different numbers of tokens"),
         ({"kv_sparsity": "snapkv", "pool": "contiguous"}, "paged"),
         ({"kv_sparsity": KVSparsity.named("snapkv", first_full=3)}, "first_full"),
     ],
@@ -263,7 +287,9 @@ def test_log_probabilities_of_the_prompt_are_refused():
 class ThinScript(Script):
     """Asks for no log-probabilities inside the prompt, and is checked by what its policy keeps of it."""
 
-    policy = POLICIES["snapkv"]
+    def __init__(self, script, policy):
+        super().__init__(script)
+        self.policy = policy
 
     async def observe(self, branches, which, at):
         branch = branches[which % len(branches)]
@@ -285,7 +311,11 @@ class ThinScript(Script):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    scripts=st.lists(st.tuples(st.sampled_from(PROMPTS), operations, st.booleans()), min_size=1, max_size=3),
+    scripts=st.lists(
+        st.tuples(st.sampled_from(PROMPTS), operations, st.sampled_from(["snapkv", "adakv", "table"])),
+        min_size=1,
+        max_size=3,
+    ),
     page_size=st.sampled_from([1, 16]),
     num_kv_slots=st.sampled_from([144, 192, 4096]),
     max_num_rows=st.sampled_from([5, 17, 256]),
@@ -306,7 +336,7 @@ def test_random_programs(scripts, page_size, num_kv_slots, max_num_rows, caching
     engine = llm.engine
     if guesses:
         engine.speculator = Speculator(Rivals([Noise(), NgramDrafter()]), engine.kv, tree_size=9, adaptive=False)
-    programs = [ThinScript(script) for _, script, _ in scripts]
+    programs = [ThinScript(script, POLICIES[policy]) for _, script, policy in scripts]
     requests = [
         engine.add(program.run, prompt, seed=i, sparsity=program.policy)
         for i, (program, (prompt, _, _)) in enumerate(zip(programs, scripts, strict=True))
@@ -330,17 +360,53 @@ def test_random_programs(scripts, page_size, num_kv_slots, max_num_rows, caching
 
 @settings(max_examples=200, deadline=None)
 @given(
-    runs=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 6)), min_size=1, max_size=12),
+    runs=st.lists(
+        st.tuples(st.integers(1, 300) | st.tuples(*[st.integers(0, 300)] * 3), st.integers(1, 6)),
+        min_size=1,
+        max_size=12,
+    ),
     page_size=st.sampled_from([1, 16, 32]),
 )
 def test_strips_of_pages_never_overlap(runs, page_size):
     counts = [count for count, layers in runs for _ in range(layers)]
+    differ = any(isinstance(count, tuple) for count in counts)
+    columns = [own for count in counts for own in (count if isinstance(count, tuple) else [count] * (1 + 2 * differ))]
     strips, pages = lay_out(counts, page_size)
-    taken = np.zeros((pages, len(counts)), int)
+    taken = np.zeros((pages, len(columns)), int)
     for strip in strips:
-        assert len(strip.pages) == -(-counts[strip.first] // page_size)
+        assert len(strip.pages) == -(-columns[strip.first] // page_size)
+        assert strip.width == 1 or not (strip.columns % (len(columns) // len(counts))).any()
         for page, column in zip(strip.pages, strip.columns, strict=True):
             taken[page, column : column + strip.width] += 1
-    assert taken.max() <= 1
-    assert taken.sum() == sum(-(-count // page_size) for count in counts)
-    assert sum(strip.width for strip in strips) == len(counts)
+    assert taken.max(initial=0) <= 1
+    assert taken.sum() == sum(-(-count // page_size) for count in columns)
+    assert [first for strip in strips for first in range(strip.first, strip.first + strip.width)] == [
+        *range(len(columns))
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    runs=st.lists(
+        st.tuples(st.integers(1, 40) | st.tuples(*[st.integers(0, 40)] * 3), st.integers(1, 3)), min_size=1, max_size=6
+    ),
+    page_size=st.sampled_from([1, 4]),
+)
+def test_no_two_keys_share_a_place(runs, page_size):
+    counts = [count for count, layers in runs for _ in range(layers)]
+    heads = 3 if any(isinstance(count, tuple) for count in counts) else 1
+    num_slots = 2000
+    lent = np.random.default_rng(0).permutation(num_slots // page_size)[: num_pages(counts, page_size)]
+    lent = (lent[:, None] * page_size + np.arange(page_size)).ravel().astype(np.int32)
+    kept = Kept.within(lent, counts, num_slots, page_size)
+    places = []  # of each key of a head among those of all layers
+    for layer, count in enumerate(counts):
+        slots = kept.slots_from(layer)
+        assert kept.heads_differ(layer) == isinstance(count, tuple) == (len(slots) > 1)
+        assert [len(own) for own in slots] == (list(count) if isinstance(count, tuple) else [count])
+        places += [
+            own if len(slots) > 1 else own * heads + head for own in slots for head in range(heads // len(slots))
+        ]
+    places = np.concatenate(places)
+    assert len(np.unique(places)) == len(places) and set(places // heads % num_slots) <= set(lent.tolist())
+    assert places.max(initial=0) < num_slots * heads * len(counts)

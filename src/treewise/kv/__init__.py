@@ -1,7 +1,7 @@
 """Slots for nodes: paged and contiguous pools, refcounts, radix match and LRU, sparsity policies."""
 
 from treewise.kv.contiguous import ContiguousPool
-from treewise.kv.kept import Kept, Thinning
+from treewise.kv.kept import Count, Kept, Thinning
 from treewise.kv.manager import POOLS, CacheStatistics, KVManager, Preemption, make_pool
 from treewise.kv.paged import PagedPool
 from treewise.kv.pool import Copy, OutOfSlots, SlotPool, Slots
@@ -12,6 +12,7 @@ __all__ = [
     "CacheStatistics",
     "ContiguousPool",
     "Copy",
+    "Count",
     "KVManager",
     "KVUsage",
     "Kept",

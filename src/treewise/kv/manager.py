@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from treewise.kv.contiguous import ContiguousPool
-from treewise.kv.kept import Kept, num_pages
+from treewise.kv.kept import Count, Kept, num_pages
 from treewise.kv.paged import PagedPool
 from treewise.kv.pool import Copy, OutOfSlots, SlotPool, Slots
 from treewise.kv.usage import KVUsage
@@ -74,6 +74,8 @@ class KVManager:
     pool : SlotPool
     enable_prefix_caching : bool
         Whether `match` looks for known prefixes and finished requests leave theirs behind.
+    num_heads : int
+        KV heads of each slot, which matters only where they keep different numbers of tokens.
 
     Attributes
     ----------
@@ -84,10 +86,11 @@ class KVManager:
         The most slots in use so far, or since somebody set it to 0.
     """
 
-    def __init__(self, forest: Forest, pool: SlotPool, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, forest: Forest, pool: SlotPool, enable_prefix_caching: bool = True, num_heads: int = 1) -> None:
         self.forest = forest
         self.pool = pool
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_heads = num_heads
         self.statistics = CacheStatistics()
         self.kept: dict[Node, Kept] = {}
         self.peak_slots = 0
@@ -112,12 +115,32 @@ class KVManager:
         slots = self.num_slots - self.pool.num_free
         return KVUsage(slots, self._num_held(live), self._num_dense(live), bytes_per_slot, bytes_beside)
 
-    def slots(self, node: Node, layer: int = 0) -> Slots:
-        """Return the slots of the tokens of `node` that `layer` holds, int32 [tokens]; see `Kept.slots_from`."""
-        if (kept := self.kept.get(node)) is not None:
-            return kept.slots_from(layer)
-        slots = self.pool.slots(node)
-        return slots + np.int32(layer * self.pool.num_slots) if layer else slots
+    def slots(self, node: Node, layer: int = 0, head: int | None = None) -> Slots:
+        """Return the slots of the tokens of `node` that `layer` holds, int32 [tokens]; see `Kept.slots_from`.
+
+        Those of all KV heads together or, given a `head`, of that one; see `heads`.
+        """
+        kept = self.kept.get(node)
+        if kept is None:
+            return self.within(self.pool.slots(node), layer, head)
+        slots = kept.slots_from(layer)
+        if head is not None and len(slots) > 1:
+            return slots[head]
+        assert len(slots) == 1, f"heads of layer {layer} of {node} have slots of their own"
+        return self.within(slots[0], head=head)
+
+    def within(self, slots: Slots, layer: int = 0, head: int | None = None) -> Slots:
+        """Return which of the slots of all layers, or of single heads of all, are those of a layer, or of a head."""
+        if layer:
+            slots = slots + np.int32(layer * self.pool.num_slots)
+        return slots if head is None else slots * np.int32(self.num_heads) + np.int32(head)
+
+    def heads(self, kept: Iterable[Kept], layer: int) -> tuple[int | None, ...]:
+        """Return which KV heads of `layer` are to be looked at by themselves, as in some of `kept` they differ.
+
+        None, which stands for all of them together, if they do not.
+        """
+        return tuple(range(self.num_heads)) if any(each.heads_differ(layer) for each in kept) else (None,)
 
     def path_slots(self, tip: Node) -> Slots:
         """Return the slots of all tokens on the path to `tip`, int32; each layer holds all of them."""
@@ -195,7 +218,7 @@ class KVManager:
         node.sealed = True
         return node
 
-    def keep(self, node: Node, counts: Sequence[int]) -> Kept | None:
+    def keep(self, node: Node, counts: Sequence[Count]) -> Kept | None:
         """Give a sealed node slots for as many tokens as each layer keeps, in the place of those it has.
 
         Returns

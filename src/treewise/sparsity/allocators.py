@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from treewise.config import check_integer, check_number
 from treewise.sparsity.select import ranked
@@ -43,15 +44,15 @@ class Allocator(Protocol):
             What a layer keeps whatever happens, at most `tokens`: the recent window and the sinks.
         """
 
-    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+    def heads(self, scores: Sequence[Tensor], budget: int, layer: int) -> list[int]:
         """Return how many tokens each KV head of a layer keeps: together exactly ``kv_heads * budget``.
 
         Parameters
         ----------
-        scores : Tensor [kv_heads, tokens], float32
-            Of the tokens that may go; infinite where they have to stay.
+        scores : sequence of Tensor [tokens], float32
+            Of each KV head's tokens, which may be of different numbers: finite, but infinite where they have to stay.
         budget : int
-            Of a head, in the mean.
+            Of a head, in the mean; there are as many tokens.
         layer : int
             Which of the layers it is.
         """
@@ -70,16 +71,18 @@ def round_to(total: int, shares: Sequence[float]) -> list[int]:
     return whole
 
 
-def spread(total: int, weights: Sequence[float], low: int, high: int) -> list[int]:
-    """Share `total` out in proportion to positive weights, each share a whole number from `low` to `high`.
+def spread(total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[int]:
+    """Share `total` out in proportion to positive weights, each share a whole number within bounds of its own.
 
-    >>> spread(10, [5, 3, 1, 1], low=1, high=4)
+    >>> spread(10, [5, 3, 1, 1], low=[1, 1, 1, 1], high=[4, 4, 4, 4])
     [4, 4, 1, 1]
     """
-    lower, upper = 0.0, high / min(weights)
+    lower, upper = 0.0, max(high) / min(weights)
     for _ in range(BISECTIONS):
         factor = (lower + upper) / 2
-        shares = [min(max(factor * weight, low), high) for weight in weights]
+        shares = [
+            min(max(factor * weight, least), most) for weight, least, most in zip(weights, low, high, strict=True)
+        ]
         lower, upper = (factor, upper) if sum(shares) < total else (lower, factor)
     return round_to(total, shares)
 
@@ -89,7 +92,7 @@ class EvenHeads:
 
     per_head: ClassVar[bool] = False
 
-    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+    def heads(self, scores: Sequence[Tensor], budget: int, layer: int) -> list[int]:
         """See `Allocator.heads`."""
         return [budget] * len(scores)
 
@@ -147,9 +150,10 @@ class Ada:
     """More for the KV heads of a layer whose best tokens have the higher scores.
 
     Ada-KV (Feng et al., 2024, arXiv 2407.11550): the best ``kv_heads * budget`` of all tokens of all heads of the layer
-    count for their heads, and a head gets ``(1 - floor) * count + floor * budget``. It compares the scores of different
-    heads, so that they have to mean the same in all of them, as shares of attention do. Where heads are on several
-    devices, these have to exchange their scores.
+    count for their heads, and a head gets ``(1 - floor) * count + floor * budget``; where a head has fewer tokens than
+    the budget, the others share the rest of its part evenly. It compares the scores of different heads, so that they
+    have to mean the same in all of them, as shares of attention do. Where heads are on several devices, these have to
+    exchange their scores.
 
     Attributes
     ----------
@@ -171,13 +175,14 @@ class Ada:
         """See `Allocator.layers`."""
         return self.over.layers(tokens, budget, num_layers, least)
 
-    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+    def heads(self, scores: Sequence[Tensor], budget: int, layer: int) -> list[int]:
         """See `Allocator.heads`."""
-        num_heads = len(scores)
+        num_heads, total = len(scores), len(scores) * budget
         # Position by position, so that of equal scores the lower position wins, in whichever head.
-        best = ranked(scores.T.flatten())[: num_heads * budget] % num_heads
+        best = ranked(pad_sequence(list(scores), padding_value=-torch.inf).flatten())[:total] % num_heads
         counts = torch.bincount(best, minlength=num_heads).tolist()
-        return round_to(num_heads * budget, [(1 - self.floor) * count + self.floor * budget for count in counts])
+        evenly = spread(total, [1] * num_heads, low=[0] * num_heads, high=[len(row) for row in scores])
+        return round_to(total, [(1 - self.floor) * x + self.floor * y for x, y in zip(counts, evenly, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -220,15 +225,15 @@ class Table:
         means = [sum(row) // len(row) if isinstance(row, tuple) else row for row in self.rows]
         return [tokens if mean is None else max(least, min(tokens, mean)) for mean in means]
 
-    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+    def heads(self, scores: Sequence[Tensor], budget: int, layer: int) -> list[int]:
         """See `Allocator.heads`."""
         row = self.rows[layer]
         if not isinstance(row, tuple):
             return [budget] * len(scores)
         if len(row) != len(scores):
             raise ValueError(f"rows[{layer}] must have {len(scores)} numbers, one for each KV head, not {len(row)}")
-        least = int(scores[0].isinf().sum())
-        return spread(len(row) * budget, row, least, scores.shape[1])
+        least, most = [int(head.isinf().sum()) for head in scores], [len(head) for head in scores]
+        return spread(len(row) * budget, row, least, most)
 
 
 @dataclass(frozen=True)
@@ -262,7 +267,7 @@ class FirstFull:
             raise ValueError(f"first_full must be less than the {num_layers} layers there are, not {self.count}")
         return [tokens] * self.count + self.then.layers(tokens, budget, num_layers - self.count, least)
 
-    def heads(self, scores: Tensor, budget: int, layer: int) -> list[int]:
+    def heads(self, scores: Sequence[Tensor], budget: int, layer: int) -> list[int]:
         """See `Allocator.heads`."""
         return [budget] * len(scores) if layer < self.count else self.then.heads(scores, budget, layer - self.count)
 

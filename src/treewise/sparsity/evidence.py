@@ -33,6 +33,9 @@ class Evidence(NamedTuple):
         See `treewise.attention.run_plan`.
     rope : RopeConfig
         How keys and queries of this layer were rotated.
+    first_head : int
+        Which of the layer's KV heads is the first of `keys`: heads that hold different numbers of tokens come one by
+        one.
     seed : int
         Where a scorer draws, it draws from this.
     """
@@ -48,6 +51,7 @@ class Evidence(NamedTuple):
     scale: float
     soft_cap: float | None
     rope: RopeConfig
+    first_head: int = 0
     seed: int = 0
 
     def attention(self, num_queries: int | None = None, reduce: str = "mean") -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -130,7 +130,7 @@ class KVSparsity:
         if not num_layers:
             return ["every layer of the model has a sliding window, so that there is nothing to evict"]
         tokens = self.least(config.max_positions) + 1
-        scores = protect(torch.zeros((config.num_kv_heads, tokens)), self.window, self.sinks)
+        scores = list(protect(torch.zeros((config.num_kv_heads, tokens)), self.window, self.sinks))
         try:
             for layer, budget in enumerate(self.budgets(tokens, num_layers)):
                 self.allocation.heads(scores, budget, layer)
@@ -184,21 +184,29 @@ class KVSparsity:
             return torch.arange(tokens, device=evidence.keys.device).expand(kv_heads, tokens)
         return top(self._protected(evidence, budget), budget)
 
-    def keep_heads(self, evidence: Evidence, budget: int) -> list[Tensor]:
+    def keep_heads(self, evidence: Sequence[Evidence], budget: int) -> list[Tensor]:
         """Return which tokens each KV head of a layer keeps, `budget` in the mean.
 
-        Parameters, what is kept and errors are those of `keep`; how many each head keeps is the allocator's choice.
-        `evidence.layer` counts the layers without a sliding window of their own.
+        What is kept and errors are those of `keep`; how many each head keeps is the allocator's choice.
+
+        Parameters
+        ----------
+        evidence : sequence of Evidence
+            One of all KV heads or, where these hold different numbers of tokens, one of each: scorers that compare
+            heads cannot then. ``evidence.layer`` counts the layers without a sliding window of their own.
+        budget : int
+            Tokens a head keeps in the mean.
 
         Returns
         -------
         list of Tensor [kept], int64
-            One for each KV head, together ``kv_heads * min(budget, tokens)`` indices.
+            One for each KV head, together ``kv_heads * budget`` indices, or all that there are.
         """
-        if budget >= len(evidence.keys):
-            return list(self.keep(evidence, budget))
-        scores = self._protected(evidence, budget)
-        return top_of_each(scores, self.allocation.heads(scores, budget, evidence.layer))
+        tokens = [len(each.keys) for each in evidence for _ in range(each.keys.shape[1])]  # of each head
+        if len(tokens) * budget >= sum(tokens):
+            return [torch.arange(count, device=evidence[0].keys.device) for count in tokens]
+        scores = [row for each in evidence for row in self._protected(each, budget)]
+        return top_of_each(scores, self.allocation.heads(scores, budget, evidence[0].layer))
 
     def _protected(self, evidence: Evidence, budget: int) -> Tensor:
         least = self.least(len(evidence.keys))

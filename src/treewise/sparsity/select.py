@@ -27,6 +27,6 @@ def top(scores: Tensor, budget: int) -> Tensor:
     return ranked(scores)[:, :budget].sort(dim=-1).values
 
 
-def top_of_each(scores: Tensor, budgets: Sequence[int]) -> list[Tensor]:
+def top_of_each(scores: Sequence[Tensor], budgets: Sequence[int]) -> list[Tensor]:
     """Return the best tokens of each row of scores, as many as the row's budget, int64, ascending."""
-    return [order[:budget].sort().values for order, budget in zip(ranked(scores), budgets, strict=True)]
+    return [ranked(row)[:budget].sort().values for row, budget in zip(scores, budgets, strict=True)]

@@ -46,6 +46,7 @@ class Keyformer:
         tokens, kv_heads, _ = evidence.keys.shape
         group = evidence.queries.shape[1] // kv_heads
         heads = torch.arange(kv_heads * group, device=evidence.keys.device).view(kv_heads, group, 1, 1)
+        heads += evidence.first_head * group
         sums = torch.zeros((kv_heads, tokens), device=evidence.keys.device)
         for block in query_blocks(evidence, self.num_queries):
             rows = evidence.query_positions[block, None]

@@ -25,5 +25,5 @@ class Random:
 
     def scores(self, evidence: Evidence) -> Tensor:
         """See `Scorer.scores`."""
-        heads = torch.arange(evidence.keys.shape[1], device=evidence.keys.device)
+        heads = evidence.first_head + torch.arange(evidence.keys.shape[1], device=evidence.keys.device)
         return uniform(evidence.seed, evidence.layer, heads[:, None], evidence.positions)
