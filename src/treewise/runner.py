@@ -322,9 +322,9 @@ class Runner:
         there = iter(upload_together([each for parts in slots for each in parts], self.device))
         thinned = []
         for layer, parts in enumerate(slots):
-            rows, heads = self._rows_of(len(parts)), self.k.shape[2] // len(parts)
+            rows, shape = self._rows_of(len(parts)), (self.k.shape[2] // len(parts), self.k.shape[3])
             held = [
-                rows.index_select(0, self._both(own, rows)).view(2, len(own), heads, -1)
+                rows.index_select(0, self._both(own, rows)).view(2, len(own), *shape)
                 for own in islice(there, len(parts))
             ]
             chosen = select(layer, [both.view(self.kv_dtype) for both in held])
