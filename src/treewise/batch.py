@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, cast
@@ -80,6 +80,28 @@ class Span(NamedTuple):
     end: int
     store: bool
     owner: object
+
+
+class _Forest(NamedTuple):
+    """What the rows of a batch see, whatever the layer.
+
+    Attributes
+    ----------
+    sealed : list of Node
+        The first nodes: those of which layers hold as much as each has kept. Their length here is 0.
+    parent, length, query_node, query_offset, below
+        See `TreeSpec`.
+    slots : Slots
+        Of all other nodes.
+    """
+
+    sealed: list[Node]
+    parent: Ints
+    length: Ints
+    query_node: Ints
+    query_offset: Ints
+    below: Ints | None
+    slots: Slots
 
 
 @dataclass(eq=False)
@@ -312,33 +334,75 @@ class Batch:
         ]
         return np.concatenate([known, *parts, *(growth.slot[rows] for growth, rows in self.growths)], dtype=np.int64)
 
-    def tree_spec(self, kv: KVManager, layer: int = 0, head: int | None = None) -> tuple[TreeSpec, Slots]:
-        """Return the forest that the rows see, and the slot of each of its tokens, as `layer` or its `head` holds them.
+    def tree_spec(self, kv: KVManager) -> tuple[TreeSpec, Slots]:
+        """Return the forest that the rows see, and the slot of each of its tokens, in the first layer."""
+        return next(self.tree_specs(kv, [(0, (None,))]))
 
-        Nodes come parents first, in the order in which the rows reach them, each cut to what has keys after this step.
-        Slots are those of `KVManager.slots`.
+    def tree_specs(
+        self, kv: KVManager, views: Iterable[tuple[int, Sequence[int | None]]]
+    ) -> Iterator[tuple[TreeSpec, Slots]]:
+        """Yield the forest that the rows see, and the slot of each of its tokens, as layers hold them.
+
+        Nodes that have given up keys come first, then the others, parents first, in the order in which the rows reach
+        them, each cut to what has keys after this step. Slots are those of `KVManager.slots`.
+
+        Parameters
+        ----------
+        kv : KVManager
+        views : iterable of (int, sequence of int or None)
+            Layers, and of each the KV heads that see forests of their own, which are put side by side. Each row is a
+            query of each head, one behind the other. None stands for all heads together.
         """
+        seen = self._forest(kv)
+        num_sealed = len(seen.sealed)
+        at_end = np.flatnonzero(seen.query_node < num_sealed)  # whoever asks where keys were given up
+        for layer, heads in views:
+            kept = [[kv.slots(node, layer, head) for node in seen.sealed] for head in heads]
+            slots = [(*own, kv.within(seen.slots, layer, head)) for own, head in zip(kept, heads, strict=True)]
+            length = np.tile(seen.length, (len(heads), 1))  # [heads, nodes]
+            length[:, :num_sealed] = [[len(each) for each in own] for own in kept]
+            offset = np.tile(seen.query_offset, (len(heads), 1))  # [heads, rows]
+            offset[:, at_end] = length[:, seen.query_node[at_end]] - 1
+            first = len(seen.length) * np.arange(len(heads))[:, None]
+            spec = TreeSpec(
+                parent=np.where(seen.parent < 0, -1, seen.parent + first).ravel(),
+                length=length.ravel(),
+                query_node=(seen.query_node + first).T.ravel(),
+                query_offset=offset.T.ravel(),
+                below=None if seen.below is None else np.tile(seen.below, len(heads)),
+            )
+            yield spec, np.concatenate([each for own in slots for each in own])
+
+    def kept(self, kv: KVManager) -> list[Kept]:
+        """Return what is kept of the nodes that the rows see, where that is not everything."""
+        if not kv.kept:
+            return []
+        ends = [*(span.node for span in self.spans), *(base for growth, _ in self.growths for base in growth.bases)]
+        roots = dict.fromkeys(kv.forest.path(end)[0] for end in ends)
+        return [kv.kept[root] for root in roots if root in kv.kept]
+
+    def _forest(self, kv: KVManager) -> _Forest:
+        """Return what the rows see, whatever the layer."""
         shapes = [(growth, growth.shape(rows)) for growth, rows in self.growths]
         bases = [
             growth.bases[base]
             for growth, shape in shapes
             for base in np.unique(-1 - shape.parent[shape.parent < 0]).tolist()
         ]
-        place: dict[Node, int] = {}
+        reached: dict[Node, None] = {}
         for end in [*(span.node for span in self.spans), *bases]:
             path: list[Node] = []
             node: Node | None = end
-            while node is not None and node not in place:
+            while node is not None and node not in reached:
                 path.append(node)
                 node = node.parent
-            for node in reversed(path):
-                place[node] = len(place)
-        own = [kv.slots(node, layer, head)[: self.computed(node)] for node in place]
+            reached.update(dict.fromkeys(reversed(path)))
+        sealed = [node for node in reached if node in kv.kept] if kv.kept else []
+        place = {node: number for number, node in enumerate(dict.fromkeys([*sealed, *reached]))}
+        whole = [kv.slots(node)[: self.computed(node)] for node in list(place)[len(sealed) :]]
         starts = np.array([span.start for span in self.spans], np.int64)
         parents = [np.array([-1 if node.parent is None else place[node.parent] for node in place], np.int64)]
         nodes = [np.repeat(np.array([place[span.node] for span in self.spans], np.int64), self._lengths())]
-        if kv.kept:  # whoever asks in a node that has given up keys stands at its end
-            starts += [len(own[place[s.node]]) - s.end if s.node in kv.kept else 0 for s in self.spans]
         offsets = [np.repeat(starts, self._lengths()) + self._within_spans() + self.grown]
         num_nodes = len(place)
         for growth, shape in shapes:
@@ -353,24 +417,17 @@ class Batch:
             [(_, shape)] = shapes
             if shape.below is not None:
                 below = np.concatenate([num_nodes - 1 - np.arange(len(place)), shape.below])
-        lengths = np.array([len(slots) for slots in own], np.int64)
-        spec = TreeSpec(
+        own = np.array([0] * len(sealed) + [len(slots) for slots in whole], np.int64)
+        slots = [np.empty(0, np.int32), *whole, *(shape.slots.astype(np.int32) for _, shape in shapes)]
+        return _Forest(
+            sealed=sealed,
             parent=np.concatenate(parents),
-            length=np.concatenate([lengths, *(shape.length for _, shape in shapes)]),
+            length=np.concatenate([own, *(shape.length for _, shape in shapes)]),
             query_node=np.concatenate(nodes),
             query_offset=np.concatenate(offsets),
             below=below,
+            slots=np.concatenate(slots),
         )
-        drawn = [kv.within(shape.slots.astype(np.int32), layer, head) for _, shape in shapes]
-        return spec, np.concatenate([*own, *drawn])
-
-    def kept(self, kv: KVManager) -> list[Kept]:
-        """Return what is kept of the nodes that the rows see, where that is not everything."""
-        if not kv.kept:
-            return []
-        ends = [*(span.node for span in self.spans), *(base for growth, _ in self.growths for base in growth.bases)]
-        roots = dict.fromkeys(kv.forest.path(end)[0] for end in ends)
-        return [kv.kept[root] for root in roots if root in kv.kept]
 
     @property
     def _num_span_rows(self) -> int:

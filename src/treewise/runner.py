@@ -22,7 +22,6 @@ from treewise.kv import Copy, Kept, KVManager, Slots
 from treewise.models import CausalLM
 from treewise.ops import Heads, rotate_and_store
 from treewise.plan.data import upload_together
-from treewise.plan.spec import interleaved
 from treewise.sparsity.observation import Seen
 from treewise.stems import StemPlanner
 from treewise.thicket import Ints
@@ -167,11 +166,9 @@ class Runner:
             self.stems.forget()
         room = self.room if batch.can_grow else 0
         if kept:
-            plans = {}
-            for kind in self._kinds(kept, kv):
-                seen = [batch.tree_spec(kv, kind.first, head) for head in kind.heads]
-                tree, there = interleaved([tree for tree, _ in seen]), np.concatenate([slots for _, slots in seen])
-                plans[kind] = self._plan_kind(kind, tree, there, room=room)
+            kinds = self._kinds(kept, kv)
+            seen = batch.tree_specs(kv, [(kind.first, kind.heads) for kind in kinds])
+            plans = {kind: self._plan_kind(kind, *own, room=room) for kind, own in zip(kinds, seen, strict=True)}
         else:
             plans = self._plan(*batch.tree_spec(kv), room=room)
         self._planned = ref(batch), batch.grown, plans

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -94,21 +93,6 @@ class TreeSpec:
         ends = np.append(nodes + below, self.num_nodes - 1)
         right = (below == held) & (ends[:-1] <= ends[above])
         check("below", below, right, "count the nodes below, and nodes must come depth first")
-
-
-def interleaved(trees: Sequence[TreeSpec]) -> TreeSpec:
-    """Return the forest of several trees of as many queries each, which take turns: the first of each comes first."""
-    if len(trees) == 1:
-        return trees[0]
-    firsts = np.cumsum([0, *(tree.num_nodes for tree in trees)]).tolist()
-    parents = [np.where(tree.parent < 0, -1, tree.parent + first) for tree, first in zip(trees, firsts, strict=False)]
-    nodes = [tree.query_node + first for tree, first in zip(trees, firsts, strict=False)]
-    return TreeSpec(
-        parent=np.concatenate(parents),
-        length=np.concatenate([tree.length for tree in trees]),
-        query_node=np.stack(nodes, axis=1).ravel(),
-        query_offset=np.stack([tree.query_offset for tree in trees], axis=1).ravel(),
-    )
 
 
 def integers(name: str, values: npt.ArrayLike, count: int | None = None, what: str = "") -> npt.NDArray[np.int64]:
