@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -358,10 +359,10 @@ class Batch:
         at_end = np.flatnonzero(seen.query_node < num_sealed)  # whoever asks where keys were given up
         for layer, heads in views:
             kept = [[kv.slots(node, layer, head) for node in seen.sealed] for head in heads]
-            slots = [(*own, kv.within(seen.slots, layer, head)) for own, head in zip(kept, heads, strict=True)]
-            length = np.tile(seen.length, (len(heads), 1))  # [heads, nodes]
+            slots = [(*own, kv.numbered(seen.slots, layer, head)) for own, head in zip(kept, heads, strict=True)]
+            length = seen.length[None].repeat(len(heads), axis=0)  # [heads, nodes]
             length[:, :num_sealed] = [[len(each) for each in own] for own in kept]
-            offset = np.tile(seen.query_offset, (len(heads), 1))  # [heads, rows]
+            offset = seen.query_offset[None].repeat(len(heads), axis=0)  # [heads, rows]
             offset[:, at_end] = length[:, seen.query_node[at_end]] - 1
             first = len(seen.length) * np.arange(len(heads))[:, None]
             spec = TreeSpec(
@@ -389,17 +390,19 @@ class Batch:
             for growth, shape in shapes
             for base in np.unique(-1 - shape.parent[shape.parent < 0]).tolist()
         ]
-        reached: dict[Node, None] = {}
+        place: dict[Node, int] = {}
         for end in [*(span.node for span in self.spans), *bases]:
             path: list[Node] = []
             node: Node | None = end
-            while node is not None and node not in reached:
+            while node is not None and node not in place:
                 path.append(node)
                 node = node.parent
-            reached.update(dict.fromkeys(reversed(path)))
-        sealed = [node for node in reached if node in kv.kept] if kv.kept else []
-        place = {node: number for number, node in enumerate(dict.fromkeys([*sealed, *reached]))}
-        whole = [kv.slots(node)[: self.computed(node)] for node in list(place)[len(sealed) :]]
+            for node in reversed(path):
+                place[node] = len(place)
+        sealed = [node for node in place if node in kv.kept] if kv.kept else []
+        if sealed:
+            place = {node: number for number, node in enumerate(dict.fromkeys([*sealed, *place]))}
+        whole = [kv.pool.slots(node)[: self.computed(node)] for node in islice(place, len(sealed), None)]
         starts = np.array([span.start for span in self.spans], np.int64)
         parents = [np.array([-1 if node.parent is None else place[node.parent] for node in place], np.int64)]
         nodes = [np.repeat(np.array([place[span.node] for span in self.spans], np.int64), self._lengths())]

@@ -153,7 +153,7 @@ class Runner:
                 slots = batch.store_slots(kv).astype(np.int32)
                 with torch.inference_mode():
                     for kind, plan in plans.items():
-                        of_heads = [kv.within(slots, kind.first, head) for head in kind.heads]
+                        of_heads = [kv.numbered(slots, kind.first, head) for head in kind.heads]
                         plan.grow(np.stack(of_heads, axis=1).ravel())
                 self._planned = planned, batch.grown, plans
                 return plans

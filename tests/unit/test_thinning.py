@@ -21,6 +21,7 @@ from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.policy import KVSparsity
 from treewise.speculate.ngram import NgramDrafter
 from treewise.speculate.speculator import Speculator
+from treewise.thinning import Thinner
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_engine_fuzz import TOLERANCE, Mischief, Script, operations, small
@@ -236,6 +237,52 @@ def test_heads_by_themselves_are_heads_together(every, monkeypatch):
     llm.engine.kv.keep = lambda node, counts: (counted.append(counts), keep(node, counts))[1]
     assert told(llm.generate(PROMPTS, params)) == together
     assert all(isinstance(count, tuple) and count[0] == count[1] for counts in counted for count in counts)
+    idle(llm)
+
+
+def test_heads_lose_different_tokens_stage_by_stage(monkeypatch):
+    policy, prompt = KVSparsity.named("adakv", budget=14, window=3, sinks=1, every=6), PROMPTS[2]
+    config, select = MODEL.config, Thinner._select
+    ends, held = [len(prompt) + 6 * stage for stage in range(5)], []  # by stage, layer and head
+
+    def chosen_of(thinner, case, budget, layer, parts):
+        if layer == 0:
+            held.append([])
+        end = ends[len(held) - 1]
+        before = held[-2][layer] if len(held) > 1 else [[]] * config.num_kv_heads
+        there = [[*own, *range(ends[len(held) - 2] if own else 0, end)] for own in before]
+        chosen = select(thinner, case, budget, layer, parts)
+        rows = [range(len(own)) for own in there] if chosen is None else [row.tolist() for own in chosen for row in own]
+        held[-1].append([[own[i] for i in row] for own, row in zip(there, rows, strict=True)])
+        return chosen
+
+    monkeypatch.setattr(Thinner, "_select", chosen_of)
+    llm = tiny_llm(MODEL, kv_sparsity=policy)
+    [out] = llm.generate([prompt], SamplingParams(max_tokens=28, temperature=0, ignore_eos=True))
+    tokens = [*prompt, *out.outputs[0].token_ids]
+    assert len(held) == len(ends)
+    for stage in held:
+        assert [sum(map(len, heads)) for heads in (stage[0], *stage[2:])] == [2 * 14] * 3
+        assert all(set(head) >= {0} for heads in stage for head in heads)
+    assert sum(len(one) != len(other) for stage in held for one, other in stage) > 10
+    n, group = len(tokens), config.num_heads // config.num_kv_heads
+    bounds = [*ends, n]
+
+    def attend(layer, heads):
+        q, k, v = rotate(heads, config.num_kv_heads)
+        seen = torch.ones(config.num_kv_heads, n, n, dtype=torch.bool).tril()
+        if config.layer_windows[layer] is not None:
+            seen &= torch.ones(n, n, dtype=torch.bool).triu(1 - config.layer_windows[layer])
+        for stage, begin, end in zip(held, bounds, bounds[1:], strict=False):
+            for head, own in zip(seen, stage[layer], strict=True):
+                head[begin:end, :begin] &= torch.zeros(begin, dtype=torch.bool).index_fill(0, torch.tensor(own), True)
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * config.attention_scale
+        weights = scores.masked_fill(~seen.repeat_interleave(group, 0), -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
+
+    with torch.inference_mode():
+        logits = MODEL.logits(MODEL(torch.tensor(tokens), torch.arange(n), attend))
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens[len(prompt) :]
     idle(llm)
 
 

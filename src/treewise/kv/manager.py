@@ -122,15 +122,15 @@ class KVManager:
         """
         kept = self.kept.get(node)
         if kept is None:
-            return self.within(self.pool.slots(node), layer, head)
+            return self.numbered(self.pool.slots(node), layer, head)
         slots = kept.slots_from(layer)
         if head is not None and len(slots) > 1:
             return slots[head]
         assert len(slots) == 1, f"heads of layer {layer} of {node} have slots of their own"
-        return self.within(slots[0], head=head)
+        return self.numbered(slots[0], head=head)
 
-    def within(self, slots: Slots, layer: int = 0, head: int | None = None) -> Slots:
-        """Return which of the slots of all layers, or of single heads of all, are those of a layer, or of a head."""
+    def numbered(self, slots: Slots, layer: int = 0, head: int | None = None) -> Slots:
+        """Return where slots of a layer come among those of all layers or, given a head, of the single heads of all."""
         if layer:
             slots = slots + np.int32(layer * self.pool.num_slots)
         return slots if head is None else slots * np.int32(self.num_heads) + np.int32(head)
