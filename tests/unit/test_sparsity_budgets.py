@@ -177,6 +177,26 @@ def test_heads_share_a_layer_by_their_best_scores(data, kv_heads, tokens, floor,
     assert np.abs(np.array(counts) - wanted).max() < 1 + 1e-6
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 60), min_size=1, max_size=8), st.floats(0, 1), st.integers(0, 10**6))
+def test_heads_may_have_different_numbers_of_tokens(data, lengths, floor, seed):
+    budget = data.draw(st.integers(1, sum(lengths) // len(lengths)))
+    draw = np.random.default_rng(seed)
+    scores = [torch.from_numpy(draw.normal(size=length).astype(np.float32)) for length in lengths]
+    for row in scores:
+        row[-1] = torch.inf
+    numbers = draw.integers(1, 9, len(lengths))
+    numbers[0] += -numbers.sum() % len(lengths)
+    for allocator in (Ada(floor), Table((tuple(numbers.tolist()),))):
+        counts = allocator.heads(scores, budget, 0)
+        assert sum(counts) == len(lengths) * budget
+        assert all(0 <= count <= length for count, length in zip(counts, lengths, strict=True))
+    assert min(counts) >= 1, "the table leaves each head what is protected"
+    order = sorted((-score, head) for head, row in enumerate(scores) for score in row.tolist())
+    best = np.bincount([head for _, head in order[: len(lengths) * budget]], minlength=len(lengths))
+    assert Ada(0.0).heads(scores, budget, 0) == best.tolist()
+
+
 def test_the_floor_shares_out_evenly():
     scores = torch.tensor([[9.0] * 10, [1.0] * 10])
     assert Ada(0.0).heads(scores, 5, 0) == [10, 0]

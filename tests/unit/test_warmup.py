@@ -8,7 +8,7 @@ import torch
 from tiny import tiny_llm, tiny_model
 
 from treewise import plan
-from treewise.graphs import GraphCache
+from treewise.graphs import GraphCache, Kind
 from treewise.plan import TreeSpec, plan_tree
 from treewise.warmup import common_trees, sizes
 
@@ -66,7 +66,7 @@ class TestOnALargeGPU:
                 open_tokens=open_tokens,
             )
             made.device = torch.device("cpu")  # where its arrays are
-            return {None: made}
+            return {Kind(None): made}
 
         return make
 
@@ -100,11 +100,11 @@ class TestOnALargeGPU:
 
     def test_of_several_captures_the_nearest_is_taken(self, make, graphs):
         for rows in (20, 24):
-            wide, narrow = make(shared(rows, 4000, 1), ROOM)[None], make(shared(rows, 1000, 400), ROOM)[None]
+            wide, narrow = (make(shared(rows, *lengths), ROOM) for lengths in ((4000, 1), (1000, 400)))
             for wanted in (wide, narrow, wide):
-                graphs.run(torch.zeros((3, rows), dtype=torch.int64), {None: wanted})
-                [taken] = graphs._graphs[-1]._buffers.values()
-                assert taken.excess(wanted)[0] is False and taken.excess(wanted)[1] == 0
+                graphs.run(torch.zeros((3, rows), dtype=torch.int64), wanted)
+                [[is_other, packed, *_]] = graphs._graphs[-1].excess(wanted)
+                assert not is_other and packed == 0
 
 
 def shared(count, prompt, length):
