@@ -122,7 +122,6 @@ def test_transformers_beside_ours(run):
     [
         (["--kv-sparsity", "snapkv,snapcv"], "policy is 'snapcv'; choose one of"),
         (["--kv-sparsity", "novita"], "kv_sparsity: novita: first_full must be less than the 2 layers there are"),
-        (["--kv-sparsity", "adakv"], "kv_sparsity: heads of a layer keep different numbers of tokens"),
         (["--kv-sparsity", None], "kv_budget: it is a setting of KV sparsity"),
         (["--kv-budget", "8"], "budget must be an integer of at least 13"),
         (["--rate", "0"], "rate: '0' is not a number of requests a second"),
