@@ -78,6 +78,7 @@ def test_costs_are_those_of_the_answer_over_what_is_left(model):
     [
         ("snapkv", KVSparsity.named("snapkv", budget=99)),
         ("snapkv:window=8:sinks=2", KVSparsity.named("snapkv", budget=99, window=8, sinks=2)),
+        ("novita:window=8:kernel_size=31", KVSparsity(SnapKV(8, 31), budget=99, window=8, first_full=3, every=64)),
         ("keydiff+ada", KVSparsity("keydiff", "ada", budget=99)),
         ("kvzip", KVSparsity(KVzip(), budget=99)),
         (ORACLE, KVSparsity(SnapKV(7, kernel_size=1), budget=99)),
@@ -178,7 +179,9 @@ def test_baselines_are_always_there():
     ("arguments", "message"),
     [
         (["--policy", "newest"], "policy is 'newest'; choose one of"),
-        (["--policy", "snapkv:size=3"], "policy: 'size=3' is not of the form key=number"),
+        (["--policy", "snapkv:window"], "policy: 'window' is not of the form field=number"),
+        (["--policy", "snapkv:size=3"], "policy: 'size' is not one of scorer, allocator, budget"),
+        (["--policy", "snapkv:kernel_size=4"], "kernel_size must be odd"),
         (["--budget", "many"], "budget: 'many' is neither a number of tokens nor a share"),
         (["--budget", "30"], "budget must be an integer of at least 37"),
         (["--task", "poems"], "tasks: 'poems' is not one of passkey"),

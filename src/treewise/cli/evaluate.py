@@ -54,8 +54,8 @@ def kv(
     ----------
     policy
         Presets with commas between (snapkv, pyramidkv, novita, adakv, h2o, tova, keydiff, knorm, expected_attention,
-        …), kvzip, or a scorer and an allocator, as keydiff+ada. snapkv:window=8 changes a setting: window, sinks or
-        first_full.
+        …), kvzip, or a scorer and an allocator, as keydiff+ada. snapkv:window=8:kernel_size=31 changes numbers of the
+        policy and of its scorer.
     budget
         Tokens that a layer keeps, or shares of the text such as 0.25, with commas between: 128,256,512; 96,192 if
         quick.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,9 +26,6 @@ from treewise.sparsity.scorers import KVzip, SnapKV
 
 ORACLE = "oracle"
 """Keeps what the answer itself looks at: what a policy that sees the future would do."""
-
-SETTINGS = ("window", "sinks", "first_full")
-"""Fields of `KVSparsity` that a policy's name may set."""
 
 MODES = {
     "aware": "the question stands in the prompt that is compressed",
@@ -56,7 +53,8 @@ class Contender:
         """Return the policy of this name.
 
         That is a preset of `KVSparsity.named`, or a scorer and an allocator as in ``keydiff+ada``, or kvzip, or
-        `ORACLE`; behind a colon there may be whole numbers for `SETTINGS`, as in ``snapkv:window=8``.
+        `ORACLE`. Behind colons there may be whole numbers for fields of the policy and of its scorer, as in
+        ``snapkv:window=8:kernel_size=31``.
 
         Parameters
         ----------
@@ -66,23 +64,31 @@ class Contender:
         Raises
         ------
         ValueError
-            If there is no such policy, or its budget is out of range.
+            If there is no such policy or field, or a number is out of range.
         """
-        name, _, words = self.name.partition(":")
+        name, *words = self.name.split(":")
         settings: dict[str, Any] = {} if self.budget is None else {"budget": self.budget}
-        for word in words.split(":") if words else ():
-            key, _, value = word.partition("=")
-            if key not in SETTINGS or not value.isdecimal():
-                raise ValueError(
-                    f"policy: {word!r} is not of the form key=number, the key one of {', '.join(SETTINGS)}"
-                )
-            settings[key] = int(value)
-        if name == ORACLE:
-            return KVSparsity(SnapKV(answer_tokens, kernel_size=1), **settings)
+        of_scorer: dict[str, int] = {}
+        for word in words:
+            field, _, value = word.partition("=")
+            if not value.isdecimal():
+                raise ValueError(f"policy: {word!r} is not of the form field=number")
+            (settings if field in KVSparsity.__dataclass_fields__ else of_scorer)[field] = int(value)
         scorer, plus, allocator = name.partition("+")
-        if plus or name == "kvzip":
-            return KVSparsity(scorer, allocator or "uniform", **settings)
-        return KVSparsity.named(name, **settings)
+        if name == ORACLE:
+            policy = KVSparsity(SnapKV(answer_tokens, kernel_size=1), **settings)
+        elif plus or name == "kvzip":
+            policy = KVSparsity(scorer, allocator or "uniform", **settings)
+        else:
+            policy = KVSparsity.named(name, **settings)
+        if not of_scorer:
+            return policy
+        own: Any = policy.scoring
+        known = [field.name for field in fields(own)]
+        if unknown := [field for field in of_scorer if field not in known]:
+            names = ", ".join([*KVSparsity.__dataclass_fields__, *known])
+            raise ValueError(f"policy: {unknown[0]!r} is not one of {names}")
+        return replace(policy, scorer=replace(own, **of_scorer))
 
 
 @dataclass(frozen=True)
