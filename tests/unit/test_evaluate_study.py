@@ -169,6 +169,11 @@ def test_the_verb_writes_what_it_found(run, tmp_path):
     assert "knorm" in said.out and "100% done" in said.err
 
 
+def test_texts_must_fit_twice_into_the_context(run):
+    with pytest.raises(SystemExit):
+        run("--tokens", 1025)
+
+
 def test_baselines_are_always_there():
     study = Study(("snapkv", "random"), (64, 64))
     assert [contender.name for contender in study.contenders] == [*ALWAYS, "snapkv"]
@@ -187,7 +192,7 @@ def test_baselines_are_always_there():
         (["--task", "poems"], "tasks: 'poems' is not one of passkey"),
         (["--mode", "later"], "modes: 'later' is not one of aware, agnostic, next"),
         (["--branches", "1"], "branches must be an integer in [2, 8] or 0"),
-        (["--tokens", "9"], "tokens must be an integer of at least 128"),
+        (["--tokens", "0"], "tokens must be an integer of at least 128"),
     ],
 )
 def test_mistakes_are_explained(capsys, arguments, message):

@@ -19,8 +19,7 @@ from treewise.bench.measure import describe_machine, make_table, progress
 from treewise.charts import check_matplotlib
 from treewise.cli.options import working
 from treewise.evaluate.curves import draw
-from treewise.evaluate.study import Study
-from treewise.evaluate.tasks import TASKS
+from treewise.evaluate.study import QUICK, Study
 from treewise.evaluate.trial import MODES
 from treewise.models import load_model
 from treewise.results import json_safe
@@ -31,15 +30,15 @@ LINES = 10
 
 def kv(
     *,
-    policy: str = "snapkv,pyramidkv,novita",
+    policy: str | None = None,
     budget: str | None = None,
-    task: str = ",".join(TASKS),
-    mode: str = ",".join(MODES),
+    task: str | None = None,
+    mode: str | None = None,
     tokens: int | None = None,
     seeds: int | None = None,
     selection_seeds: int | None = None,
-    new_tokens: int = 24,
-    branches: int = 6,
+    new_tokens: int | None = None,
+    branches: int | None = None,
     quick: bool = False,
     model: str = "smollm2-135m",
     json_file: Annotated[Path | None, Parameter("--json")] = None,
@@ -55,12 +54,12 @@ def kv(
     policy
         Presets with commas between (snapkv, pyramidkv, novita, adakv, h2o, tova, keydiff, knorm, expected_attention,
         …), kvzip, or a scorer and an allocator, as keydiff+ada. snapkv:window=8:kernel_size=31 changes numbers of the
-        policy and of its scorer.
+        policy and of its scorer. snapkv,pyramidkv,novita if left out.
     budget
         Tokens that a layer keeps, or shares of the text such as 0.25, with commas between: 128,256,512; 96,192 if
         quick.
     task
-        passkey, niah_single, niah_multikey, vt, fwe, and text, a check of sanity, with commas between.
+        passkey, niah_single, niah_multikey, vt, fwe, and text, a check of sanity, with commas between; all if left out.
     mode
         aware: the question stands in the prompt that is compressed; agnostic: it is asked after; next: a second
         question comes after a cache that was compressed with the first.
@@ -71,9 +70,9 @@ def kv(
     selection_seeds
         Other texts of each task, which tell whether the model can solve it at all: 4; 2 if quick.
     new_tokens
-        Length of the continuations that are compared, at least.
+        Length of the continuations that are compared, at least: 24.
     branches
-        Branches of one prompt that share what they keep, at most 8; 0 for none.
+        Branches of one prompt that share what they keep, at most 8: 6; 3 if quick; 0 for none.
     quick
         Shorter and fewer texts.
     model
@@ -85,17 +84,19 @@ def kv(
     """
     if png is not None:
         check_matplotlib()
-    study = Study(
-        policies=_words(policy),
-        budgets=tuple(_budget(word) for word in _words(budget or ("96,192" if quick else "128,256,512"))),
-        tasks=_words(task),
-        modes=_words(mode),
-        tokens=tokens or (384 if quick else 1024),
-        seeds=seeds or (2 if quick else 6),
-        selection_seeds=selection_seeds or (2 if quick else 4),
-        new_tokens=new_tokens,
-        branches=branches,
-    )
+    given = {
+        "policies": _words(policy),
+        "budgets": None if budget is None else tuple(map(_budget, budget.split(","))),
+        "tasks": _words(task),
+        "modes": _words(mode),
+        "tokens": tokens,
+        "seeds": seeds,
+        "selection_seeds": selection_seeds,
+        "new_tokens": new_tokens,
+        "branches": branches,
+    }
+    named = {field: value for field, value in given.items() if value is not None}
+    study = Study(**((QUICK if quick else {}) | named))
     with working(f"Loading {model}"):
         loaded, tokenizer = load_model(model, dtype="float32", device="cpu")
         loaded.pack()
@@ -137,8 +138,8 @@ def _rounded(value: Any) -> Any:
             return value
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(text.split(",")))
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(dict.fromkeys(text.split(",")))
 
 
 def _budget(word: str) -> int | float:

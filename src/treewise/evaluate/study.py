@@ -30,6 +30,10 @@ SHARED = "snapkv:window=8"
 """The policy of branches that share what they keep: no question is shorter than its window."""
 
 
+QUICK: dict[str, Any] = {"budgets": (96, 192), "tokens": 384, "seeds": 2, "selection_seeds": 2, "branches": 3}
+"""Settings of a `Study` for a first look."""
+
+
 @dataclass(frozen=True)
 class Study:
     """What is compared, on what.
@@ -57,8 +61,8 @@ class Study:
         A name is unknown or a number out of range.
     """
 
-    policies: tuple[str, ...]
-    budgets: tuple[int | float, ...]
+    policies: tuple[str, ...] = ("snapkv", "pyramidkv", "novita")
+    budgets: tuple[int | float, ...] = (128, 256, 512)
     tasks: tuple[str, ...] = tuple(TASKS)
     modes: tuple[str, ...] = tuple(MODES)
     tokens: int = 1024
@@ -111,7 +115,13 @@ class Study:
         """Measure everything, and sum it up.
 
         `done` is called after each text, with what it was and how much of `total_tokens`.
+
+        Raises
+        ------
+        ValueError
+            If a text is longer than half of the model's context: kvzip reads it twice.
         """
+        check_integer("tokens", self.tokens, 128, model.config.max_positions // 2)
         selection = {}
         for task in self.tasks:
             found: list[bool] = []
