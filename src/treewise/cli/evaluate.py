@@ -56,17 +56,17 @@ def kv(
         …), kvzip, or a scorer and an allocator, as keydiff+ada. snapkv:window=8:kernel_size=31 changes numbers of the
         policy and of its scorer. snapkv,pyramidkv,novita if left out.
     budget
-        Tokens that a layer keeps, or shares of the text such as 0.25, with commas between: 128,256,512; 96,192 if
-        quick.
+        Tokens that a layer keeps, or shares of the text such as 0.25, with commas between: 160,320; 96 if quick.
     task
-        passkey, niah_single, niah_multikey, vt, fwe, and text, a check of sanity, with commas between; all if left out.
+        passkey, niah_single, niah_multikey, vt, fwe, and text, a check of sanity, with commas between; all if left
+        out, three if quick.
     mode
         aware: the question stands in the prompt that is compressed; agnostic: it is asked after; next: a second
         question comes after a cache that was compressed with the first.
     tokens
-        Length of the texts: 1024; 384 if quick.
+        Length of the texts: 640; 384 if quick.
     seeds
-        Texts of each task: 6; 2 if quick.
+        Texts of each task: 5; 2 if quick.
     selection_seeds
         Other texts of each task, which tell whether the model can solve it at all: 4; 2 if quick.
     new_tokens

@@ -49,11 +49,11 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             axes.set_title(label, fontsize=8, loc="left")
             axes.grid(color="#eeeeee")
             axes.tick_params(labelsize=8)
-            if measure == "kl":
-                axes.set_yscale("symlog", linthresh=1e-3)
-                axes.set_ylabel(mode, fontsize=10)
-            else:
+            if measure != "kl":
                 axes.set_ylim(-0.03, 1.03)
+            elif any(cell[measure] for cell in cells):
+                axes.set_yscale("log")
+        line[0].set_ylabel(mode, fontsize=10)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
     ways = "\n".join(f"{mode}: {MODES[mode]}" for mode in modes)

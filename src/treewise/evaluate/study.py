@@ -30,7 +30,14 @@ SHARED = "snapkv:window=8"
 """The policy of branches that share what they keep: no question is shorter than its window."""
 
 
-QUICK: dict[str, Any] = {"budgets": (96, 192), "tokens": 384, "seeds": 2, "selection_seeds": 2, "branches": 3}
+QUICK: dict[str, Any] = {
+    "budgets": (96,),
+    "tasks": ("passkey", "niah_multikey", "vt"),
+    "tokens": 384,
+    "seeds": 2,
+    "selection_seeds": 2,
+    "branches": 3,
+}
 """Settings of a `Study` for a first look."""
 
 
@@ -62,11 +69,11 @@ class Study:
     """
 
     policies: tuple[str, ...] = ("snapkv", "pyramidkv", "novita")
-    budgets: tuple[int | float, ...] = (128, 256, 512)
+    budgets: tuple[int | float, ...] = (160, 320)
     tasks: tuple[str, ...] = tuple(TASKS)
     modes: tuple[str, ...] = tuple(MODES)
-    tokens: int = 1024
-    seeds: int = 6
+    tokens: int = 640
+    seeds: int = 5
     selection_seeds: int = 4
     new_tokens: int = 24
     branches: int = 6

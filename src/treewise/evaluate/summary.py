@@ -17,7 +17,13 @@ from treewise.evaluate.trial import ORACLE, Row
 Facts = dict[str, Any]
 Array = NDArray[np.float64]
 
+Cells = Sequence[Sequence[Row]]
+"""Of each task the rows of all seeds."""
+
 BASELINE = "random"
+
+INTERVALS = ("kl", "top1", "nll_increase")
+"""Measures that are averages over rows."""
 
 
 def mean(values: Array) -> Array:
@@ -53,63 +59,67 @@ def summarise(rows: Sequence[Row], solvable: Collection[str]) -> list[Facts]:
     list of dict
         Of ``task`` ``all``, which leaves out `SANITY`, and of each task. ``recall`` is the share of the parts of
         answers that are right, of the ``n`` that the dense cache has right; ``kept`` the share of the needle that is
-        held, of all layers and heads; ``kl_below_random`` an interval of what the policy's divergence is less than that
-        of random tokens at the same budget, pair by pair.
+        held, of all layers and heads. Over all tasks there are also bootstrap intervals over seeds; one of what the
+        policy's divergence is less than that of random tokens at the same budget, pair by pair; and, by layer, errors
+        of attention's outputs and the needle's share in each KV head.
     """
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         cells.setdefault((row.mode, row.policy, row.budget, row.task), []).append(row)
     facts = []
     for mode, policy, budget in dict.fromkeys(key[:3] for key in cells):
+
+        def of(who: str, tasks: Sequence[str], mode: str = mode, budget: Any = budget) -> Cells:
+            return [cells.get((mode, who, budget, task), []) for task in tasks]
+
         tasks = [key[3] for key in cells if key[:3] == (mode, policy, budget)]
+        singles = [{"task": task} | _averages(of(policy, [task]), of(ORACLE, [task]), solvable) for task in tasks]
         counted = [task for task in tasks if task != SANITY]
-        summaries = []
-        for name, chosen in (("all", counted), *((task, [task]) for task in tasks)):
-            if chosen:
-                own, baseline, oracle = (
-                    [cells.get((mode, who, budget, task), []) for task in chosen] for who in (policy, BASELINE, ORACLE)
-                )
-                summaries.append({"task": name} | _summarise_cells(own, baseline, oracle, solvable))
         if counted:
-            worst = min((each for each in summaries if each["task"] in counted), key=lambda each: each["top1"])
-            summaries[0] |= {"worst_task": worst["task"], "worst_top1": worst["top1"]}
-            own = [cells[mode, policy, budget, task] for task in counted]
-            summaries[0]["error_by_layer"] = _average(row.errors for rows in own for row in rows)
-            if needles := _kept(own):
-                summaries[0]["kept_by_head"] = _average(needles)
-        facts += [{"mode": mode, "policy": policy, "budget": budget} | each for each in summaries]
+            worst = min((each for each in singles if each["task"] in counted), key=lambda each: each["top1"])
+            whole = {"task": "all"} | _averages(of(policy, counted), of(ORACLE, counted), solvable)
+            whole |= {"worst_task": worst["task"], "worst_top1": worst["top1"]}
+            singles.insert(0, whole | _details(of(policy, counted), of(BASELINE, counted), solvable))
+        facts += [{"mode": mode, "policy": policy, "budget": budget} | each for each in singles]
     return facts
 
 
-def _summarise_cells(
-    own: Sequence[Sequence[Row]],
-    baseline: Sequence[Sequence[Row]],
-    oracle: Sequence[Sequence[Row]],
-    solvable: Collection[str],
-) -> Facts:
-    def table(get: Callable[[Row], float], of: Sequence[Sequence[Row]] = own) -> Array:
-        return np.array([[get(row) for row in rows] for rows in of], np.float64)
-
-    facts: Facts = {"seeds": len(own[0]), "held": float(mean(table(lambda row: row.held)))}
-    for name in ("kl", "top1", "nll_increase"):
-        values = table(attrgetter(name))
-        facts |= {name: float(mean(values)), f"{name}_interval": bootstrap([values], mean)}
-    if all(baseline):
-        pairs = [table(lambda row: row.kl, baseline), table(lambda row: row.kl)]
-        facts["kl_below_random"] = bootstrap(pairs, difference)
-    counted = [rows for rows in own if rows[0].task in solvable]
-    if counted:
-        right = table(lambda row: sum(map(all, zip(row.right, row.dense_right, strict=True))), counted)
-        dense = table(lambda row: sum(row.dense_right), counted)
+def _averages(own: Cells, oracle: Cells, solvable: Collection[str]) -> Facts:
+    facts = {name: float(mean(_table(own, attrgetter(name)))) for name in ("held", *INTERVALS)}
+    if counted := [rows for rows in own if rows[0].task in solvable]:
+        right, dense = _answers(counted)
         facts |= {"recall": float(ratio(right, dense)), "n": int(dense.sum())}
-        facts["recall_interval"] = bootstrap([right, dense], ratio)
     if needles := _kept(own):
         facts["kept"] = float(np.mean(needles))
         if all(oracle):
             facts["kept_of_oracle"] = facts["kept"] / float(np.mean(_kept(oracle)))
     if own[0][0].task == SANITY:
-        facts["perplexity"] = float(np.exp(mean(table(lambda row: row.answer_nll))))
+        facts["perplexity"] = float(np.exp(mean(_table(own, attrgetter("answer_nll")))))
     return facts
+
+
+def _details(own: Cells, baseline: Cells, solvable: Collection[str]) -> Facts:
+    facts: Facts = {f"{name}_interval": bootstrap([_table(own, attrgetter(name))], mean) for name in INTERVALS}
+    if counted := [rows for rows in own if rows[0].task in solvable]:
+        facts["recall_interval"] = bootstrap(_answers(counted), ratio)
+    if all(baseline):
+        pair = [_table(cells, attrgetter("kl")) for cells in (baseline, own)]
+        facts["kl_below_random"] = bootstrap(pair, difference)
+    facts["error_by_layer"] = _average(row.errors for rows in own for row in rows)
+    if needles := _kept(own):
+        facts["kept_by_head"] = _average(needles)
+    return facts
+
+
+def _table(cells: Cells, get: Callable[[Row], float]) -> Array:
+    """Return what there is of each row, float64 [tasks, seeds]."""
+    return np.array([[get(row) for row in rows] for rows in cells], np.float64)
+
+
+def _answers(cells: Cells) -> tuple[Array, Array]:
+    """Return how many parts of answers are right of those that the dense cache has right, and how many those are."""
+    right = _table(cells, lambda row: sum(map(all, zip(row.right, row.dense_right, strict=True))))
+    return right, _table(cells, lambda row: sum(row.dense_right))
 
 
 def _average(arrays: Iterable[Any]) -> list[Any]:
@@ -118,7 +128,7 @@ def _average(arrays: Iterable[Any]) -> list[Any]:
     return averages
 
 
-def _kept(cells: Sequence[Sequence[Row]]) -> list[list[list[float]]]:
+def _kept(cells: Cells) -> list[list[list[float]]]:
     return [row.kept for rows in cells for row in rows if row.kept is not None]
 
 
