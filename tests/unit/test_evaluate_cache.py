@@ -122,7 +122,7 @@ def test_layers_with_a_window_of_their_own_are_left_alone():
     small = cache.compress(policy)
     counts = [held.keys.shape[1] for held in small.held]
     assert counts[::2] == [40, 40] and counts[1::2] == policy.budgets(40, 2)
-    assert [cache.evidence(layer, 4, num_layers=2).layer for layer in (1, 3)] == [0, 1]
+    assert [cache.evidence(layer, 4).layer for layer in (1, 3)] == [0, 1]
 
 
 def test_bytes_are_those_of_what_is_held_and_where_it_stands():
@@ -137,10 +137,10 @@ def test_bytes_are_those_of_what_is_held_and_where_it_stands():
 
 def test_evidence_shares_out_each_query_once():
     cache = cached(tiny_model(), prompt(ROWS + 30))
-    evidence = cache.evidence(1, None, num_layers=2)
+    evidence = cache.evidence(1, None)
     assert len(evidence.queries) == ROWS + 30 and evidence.query_positions.tolist() == list(range(ROWS + 30))
     assert float(evidence.attention(reduce="sum").sum()) == pytest.approx(6 * (ROWS + 30), rel=1e-4)
-    last = cache.evidence(1, 5, num_layers=2)
+    last = cache.evidence(1, 5)
     assert last.query_positions.tolist() == list(range(ROWS + 25, ROWS + 30))
     assert torch.equal(last.queries, evidence.queries[-5:])
 
@@ -149,9 +149,9 @@ def test_a_continuation_judges_the_prompt_by_all_that_it_has_seen():
     model = tiny_model()
     path = cached(model, prompt(40))
     path.read(prompt(6, 1))
-    evidence = path.evidence(0, 6, tokens=40, num_layers=2)
+    evidence = path.evidence(0, 6, tokens=40)
     assert len(evidence.keys) == 40 and evidence.query_positions.tolist() == list(range(40, 46))
-    whole = path.evidence(0, 6, num_layers=2)
+    whole = path.evidence(0, 6)
     torch.testing.assert_close(evidence.attention(), whole.attention()[:, :40])
     assert float(evidence.attention(reduce="sum").sum()) < 6 * 6 - 0.1
     chosen = path.choose(KVSparsity(SnapKV(6, kernel_size=1), budget=12, window=2, sinks=1), 40)

@@ -165,21 +165,19 @@ class OfflineCache:
             tokens.append(int(self.model.logits(cache.last[None]).argmax()))
         return tokens
 
-    def evidence(
-        self, layer: int, num_queries: int | None, *, tokens: int | None = None, num_layers: int, seed: int = 0
-    ) -> Evidence:
+    def evidence(self, layer: int, num_queries: int | None, tokens: int | None = None, seed: int = 0) -> Evidence:
         """Return what a layer that still holds everything knows of its first tokens.
 
         Parameters
         ----------
         layer : int
-            Of the model.
+            Of the model; `Evidence.layer` counts those without a window of their own.
         num_queries : int or None
             How many of the last queries are in it; None for all.
         tokens : int, optional
             How many of the first tokens it is about; default all. Queries that come later have seen more.
-        num_layers, seed
-            For `Evidence`; `Evidence.layer` counts layers without a window of their own.
+        seed : int
+            For what a scorer draws.
         """
         config = self.model.config
         keys, values, positions = (part[:, :tokens] for part in self.held[layer])
@@ -187,7 +185,7 @@ class OfflineCache:
         first = 0 if num_queries is None else max(0, len(queries) - num_queries)
         return Evidence(
             layer=config.layer_windows[:layer].count(None),
-            num_layers=num_layers,
+            num_layers=config.layer_windows.count(None),
             keys=keys.transpose(0, 1),
             values=values.transpose(0, 1),
             positions=positions[0],
@@ -226,7 +224,7 @@ class OfflineCache:
             if window is not None:
                 chosen.append(None)
                 continue
-            evidence = self.evidence(layer, policy.num_queries, tokens=total, num_layers=windows.count(None), seed=seed)
+            evidence = self.evidence(layer, policy.num_queries, total, seed)
             keep = policy.keep_heads if policy.per_head else policy.keep
             chosen.append(list(keep(evidence, next(budgets))))
         return chosen
