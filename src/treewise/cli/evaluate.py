@@ -39,6 +39,7 @@ def kv(
     selection_seeds: int | None = None,
     new_tokens: int | None = None,
     branches: int | None = None,
+    branch_policy: str | None = None,
     quick: bool = False,
     model: str = "smollm2-135m",
     json_file: Annotated[Path | None, Parameter("--json")] = None,
@@ -73,6 +74,8 @@ def kv(
         Length of the continuations that are compared, at least: 24.
     branches
         Branches of one prompt that share what they keep, at most 8: 6; 3 if quick; 0 for none.
+    branch_policy
+        What these keep: snapkv:window=8 if left out.
     quick
         Shorter and fewer texts.
     model
@@ -94,6 +97,7 @@ def kv(
         "selection_seeds": selection_seeds,
         "new_tokens": new_tokens,
         "branches": branches,
+        "branch_policy": branch_policy,
     }
     named = {field: value for field, value in given.items() if value is not None}
     study = Study(**((QUICK if quick else {}) | named))

@@ -26,9 +26,6 @@ SOLVED = 0.5
 ALWAYS = ("full", BASELINE, "streaming", ORACLE)
 """Policies that others are compared with."""
 
-SHARED = "snapkv:window=8"
-"""The policy of branches that share what they keep: no question is shorter than its window."""
-
 
 QUICK: dict[str, Any] = {
     "budgets": (96,),
@@ -61,6 +58,8 @@ class Study:
         Length of the dense cache's continuations.
     branches : int
         Branches that share a prompt; 0 for none.
+    branch_policy : str
+        What they keep of it. No question is shorter than the default's window.
 
     Raises
     ------
@@ -77,6 +76,7 @@ class Study:
     selection_seeds: int = 4
     new_tokens: int = 24
     branches: int = 6
+    branch_policy: str = "snapkv:window=8"
 
     def __post_init__(self) -> None:
         for name, chosen, known in (("tasks", self.tasks, TASKS), ("modes", self.modes, MODES)):
@@ -90,6 +90,8 @@ class Study:
             check_integer("branches", self.branches, 2, 8, also=" or 0")
         for contender in self.contenders:
             contender.policy()
+        for budget in self.budgets:
+            Contender(self.branch_policy, budget).policy()
 
     @property
     def contenders(self) -> list[Contender]:
@@ -164,7 +166,7 @@ class Study:
         for seed in range(self.seeds):
             encoded = make(partial(needles, num_keys=self.branches), seed, self.tokens, tokenizer)
             for budget in self.budgets:
-                policy = Contender(SHARED, budget).policy()
+                policy = Contender(self.branch_policy, budget).policy()
                 for kind, branches in (
                     ("questions", [question.tokens for question in encoded.questions]),
                     ("samples", self.branches),
