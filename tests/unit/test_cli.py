@@ -336,6 +336,7 @@ def test_rollouts_are_lines_of_json(capsys, monkeypatch):
         "bench fit",
         "bench throughput",
         "bench serve",
+        "eval kv",
     ],
 )
 def test_help_has_a_word_on_each_flag_and_no_empty_default(verb, capsys):

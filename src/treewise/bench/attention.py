@@ -15,13 +15,14 @@ import torch
 from cyclopts import Parameter
 
 from treewise.attention import BACKENDS, METHODS, TreeSpec, plan_tree, run_plan
-from treewise.bench.chart import check_matplotlib, draw
+from treewise.bench.chart import draw
 from treewise.bench.contender import Contender, Job
 from treewise.bench.floors import Machine
 from treewise.bench.measure import check_device, describe_machine, progress, report, time_calls, wall_time
 from treewise.bench.peers import PEERS, search_path
 from treewise.bench.summary import add_ratios, geometric_means, notes, table
 from treewise.bench.trees import find_trees
+from treewise.charts import check_matplotlib
 from treewise.results import json_safe
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

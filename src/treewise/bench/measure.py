@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from treewise.results import json_safe
@@ -26,7 +26,7 @@ from treewise.results import json_safe
 def progress() -> Progress:
     """Make a progress bar on standard error, invisible where that is no terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), "+", TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
@@ -127,14 +127,19 @@ def check_device(name: str) -> torch.device:
 
 def report(title: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> None:
     """Print the rows as a table on standard error, and the result as one JSON line on standard output."""
+    Console(stderr=True, width=None if sys.stderr.isatty() else 140).print(make_table(title, rows))
+    print(json.dumps(json_safe(dict(result)), allow_nan=False), flush=True)
+
+
+def make_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Lay rows out as a table, a column for each key of the first; columns of words to the left."""
     table = Table(title=title, title_justify="left")
     for column in rows[0]:
         words = isinstance(rows[0][column], str)
         table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=not words)
     for row in rows:
         table.add_row(*map(_cell, row.values()))
-    Console(stderr=True, width=None if sys.stderr.isatty() else 140).print(table)
-    print(json.dumps(json_safe(dict(result)), allow_nan=False), flush=True)
+    return table
 
 
 def _cell(value: object) -> str:

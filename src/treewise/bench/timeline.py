@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from treewise.bench.chart import COLOURS
 from treewise.bench.meter import Step
 from treewise.bench.steps import PARTS
+from treewise.charts import COLOURS
 
 SHOWN = 400
 """Points of a line; each is the median of the steps that it stands for."""

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from treewise.bench.chart import check_matplotlib
 from treewise.bench.compare import means, measure, notes, table
 from treewise.bench.engines import OTHERS, check_installed
 from treewise.bench.floors import Machine
@@ -23,6 +22,7 @@ from treewise.bench.runs import Watched, alone, other
 from treewise.bench.subject import Subject, read_methods
 from treewise.bench.timeline import draw_steps
 from treewise.bench.workloads import PAPER_TOKEN_BYTES, find_cases, published_tb
+from treewise.charts import check_matplotlib
 from treewise.config import check_integer
 from treewise.results import json_safe
 

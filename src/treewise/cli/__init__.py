@@ -1,4 +1,4 @@
-"""The verbs `generate`, `search`, `strategies`, `train-medusa`, `bench`, `models`, `env`; one flag per config field."""
+"""The verbs `generate`, `search`, `strategies`, `train-medusa`, `bench`, `eval`, `models`, `env`; a flag a field."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ bench.command("treewise.bench.throughput:throughput", help="Many requests side b
 bench.command("treewise.bench.serve:serve", help="Many requests side by side, with KV sparsity and without.")
 bench.command("treewise.bench.speculate:speculate", help="Decoding with guesses of what follows, and without.")
 app.command(bench)
+quality = App(name="eval", help="What a model's answers are worth when it keeps less.")
+quality.command("treewise.cli.evaluate:kv", help="Policies of KV sparsity against the dense cache.")
+app.command(quality)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,183 @@
+"""A whole comparison of policies: which texts, which settings, and everything that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import mean
+from typing import Any
+
+from treewise.config import check_integer
+from treewise.evaluate.branches import DRAWN, Shared, share
+from treewise.evaluate.summary import BASELINE, summarise, summarise_shared
+from treewise.evaluate.tasks import SANITY, TASKS, make, needles
+from treewise.evaluate.trial import MODES, ORACLE, Contender, Row, solved, try_policies
+from treewise.models import CausalLM, Tokenizer
+
+REPEAT = "\n\nRepeat the text above word for word:\n\n"
+
+SELECTION = 1_000_000
+"""Seeds from here on choose the tasks that the model can solve; no result comes from them."""
+
+SOLVED = 0.5
+"""A task counts for recall if the dense cache finds at least this share of its answers' parts."""
+
+ALWAYS = ("full", BASELINE, "streaming", ORACLE)
+"""Policies that others are compared with."""
+
+
+QUICK: dict[str, Any] = {
+    "budgets": (96,),
+    "tasks": ("passkey", "niah_multikey", "vt"),
+    "tokens": 384,
+    "seeds": 2,
+    "selection_seeds": 2,
+    "branches": 3,
+}
+"""Settings of a `Study` for a first look."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared, on what.
+
+    Attributes
+    ----------
+    policies : tuple of str
+        See `treewise.evaluate.trial.Contender`; `ALWAYS` are added.
+    budgets : tuple of int or float
+        See `KVSparsity.budget`.
+    tasks, modes : tuple of str
+        Among `TASKS` and `MODES`.
+    tokens : int
+        Length of the texts.
+    seeds, selection_seeds : int
+        Texts of each task that are measured, and that choose which tasks the model can solve.
+    new_tokens : int
+        Length of the dense cache's continuations.
+    branches : int
+        Branches that share a prompt; 0 for none.
+    branch_policy : str
+        What they keep of it. No question is shorter than the default's window.
+
+    Raises
+    ------
+    ValueError
+        A name is unknown or a number out of range.
+    """
+
+    policies: tuple[str, ...] = ("snapkv", "pyramidkv", "novita")
+    budgets: tuple[int | float, ...] = (160, 320)
+    tasks: tuple[str, ...] = tuple(TASKS)
+    modes: tuple[str, ...] = tuple(MODES)
+    tokens: int = 640
+    seeds: int = 5
+    selection_seeds: int = 4
+    new_tokens: int = 24
+    branches: int = 6
+    branch_policy: str = "snapkv:window=8"
+
+    def __post_init__(self) -> None:
+        for name, chosen, known in (("tasks", self.tasks, TASKS), ("modes", self.modes, MODES)):
+            if unknown := [word for word in chosen if word not in known]:
+                raise ValueError(f"{name}: {unknown[0]!r} is not one of {', '.join(known)}")
+        check_integer("tokens", self.tokens, 128)
+        check_integer("seeds", self.seeds, 1)
+        check_integer("selection_seeds", self.selection_seeds, 1)
+        check_integer("new_tokens", self.new_tokens, 2)
+        if self.branches:
+            check_integer("branches", self.branches, 2, 8, also=" or 0")
+        for contender in self.contenders:
+            contender.policy()
+        for budget in self.budgets:
+            Contender(self.branch_policy, budget).policy()
+
+    @property
+    def contenders(self) -> list[Contender]:
+        """Every policy with every budget."""
+        names = dict.fromkeys([*ALWAYS, *self.policies])
+        return [
+            Contender(name, budget)
+            for name in names
+            for budget in ((None,) if name == "full" else dict.fromkeys(self.budgets))
+        ]
+
+    @property
+    def trial_tokens(self) -> int:
+        """About how many tokens it takes to measure a text, as far as time goes."""
+        return self.tokens + 2 * self.new_tokens * len(self.modes) * len(self.contenders)
+
+    @property
+    def shared_tokens(self) -> int:
+        """The same for branches of a text."""
+        return self.tokens + (DRAWN + 2 * self.new_tokens) * self.branches
+
+    @property
+    def total_tokens(self) -> int:
+        """The same for everything."""
+        texts = len(self.tasks) * (self.selection_seeds * self.tokens + self.seeds * self.trial_tokens)
+        kinds = 2 if self.branches else 0
+        return texts + kinds * self.seeds * len(self.budgets) * self.shared_tokens
+
+    def run(self, model: CausalLM, tokenizer: Tokenizer, done: Callable[[str, int], None]) -> dict[str, Any]:
+        """Measure everything, and sum it up.
+
+        `done` is called after each text, with what it was and how much of `total_tokens`.
+
+        Raises
+        ------
+        ValueError
+            If a text is longer than half of the model's context: kvzip reads it twice.
+        """
+        check_integer("tokens", self.tokens, 128, model.config.max_positions // 2)
+        selection = {}
+        for task in self.tasks:
+            found: list[bool] = []
+            for seed in range(SELECTION, SELECTION + self.selection_seeds):
+                found += solved(model, make(TASKS[task], seed, self.tokens, tokenizer))
+                done(f"{task}, dense", self.tokens)
+            selection[task] = mean(found)
+        solvable = {task for task, share in selection.items() if share >= SOLVED and task != SANITY}
+        rows: list[Row] = []
+        for seed in range(self.seeds):
+            for task in self.tasks:
+                rows += try_policies(
+                    model,
+                    make(TASKS[task], seed, self.tokens, tokenizer),
+                    self.contenders,
+                    self.modes,
+                    new_tokens=self.new_tokens,
+                    repeat=tokenizer.encode(REPEAT, add_special_tokens=False),
+                    task=task,
+                    seed=seed,
+                )
+                done(task, self.trial_tokens)
+        return {
+            "solved_on_selection_seeds": selection,
+            "counted_for_recall": sorted(solvable),
+            "results": summarise(rows, solvable),
+            "branches": summarise_shared(list(self._shared(model, tokenizer, done))),
+        }
+
+    def _shared(self, model: CausalLM, tokenizer: Tokenizer, done: Callable[[str, int], None]) -> Iterator[Shared]:
+        if not self.branches:
+            return
+        for seed in range(self.seeds):
+            encoded = make(partial(needles, num_keys=self.branches), seed, self.tokens, tokenizer)
+            for budget in self.budgets:
+                policy = Contender(self.branch_policy, budget).policy()
+                for kind, branches in (
+                    ("questions", [question.tokens for question in encoded.questions]),
+                    ("samples", self.branches),
+                ):
+                    yield share(
+                        model,
+                        encoded.context,
+                        branches,
+                        policy,
+                        new_tokens=self.new_tokens,
+                        kind=kind,
+                        seed=seed,
+                    )
+                    done(f"branches, {kind}", self.shared_tokens)
