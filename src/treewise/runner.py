@@ -297,50 +297,53 @@ class Runner:
         source, target = ((self._starts + slots).view(-1) for slots in (move.source_there, move.target_there))
         self._rows.index_copy_(0, target, self._rows.index_select(0, source))
 
-    def thin_out(
-        self, slots: Sequence[Sequence[Slots]], select: Callable[[int, Sequence[Tensor]], Sequence[Tensor] | None]
-    ) -> list[list[Tensor]]:
-        """Return the keys and values that layers keep of some tokens, see `store_kept`.
+    def places(self, slots: Sequence[Sequence[Slots]]) -> list[list[Tensor]]:
+        """Put on the device the slots of tokens that each layer has, of all KV heads together or of each head."""
+        there = iter(upload_together([each for parts in slots for each in parts], self.device))
+        return [list(islice(there, len(parts))) for parts in slots]
 
-        Parameters
-        ----------
-        slots : sequence of sequences of Slots
-            Of the tokens that each layer has, see `KVManager.slots`: those of all KV heads together, or of each head.
-        select : callable
-            Given a layer, and its keys and values of these, a tensor [2, tokens, kv_heads, head_dim] or one of a single
-            head for each, returns the tokens that each head keeps, int64 [kv_heads, kept], in as many tensors, or in
-            one for each head; None for all.
+    def read(self, places: Tensor, parts: int = 1) -> Tensor:
+        """Return keys and values at slots as `KVManager.slots` numbers them, those of heads where `parts` are heads.
 
         Returns
         -------
-        list of lists of Tensor [2, kept, kv_heads, head_dim]
-            Of each layer, in one or in one for each KV head.
+        Tensor [2, tokens, kv_heads, head_dim] or [2, tokens, 1, head_dim]
         """
-        there = iter(upload_together([each for parts in slots for each in parts], self.device))
-        thinned = []
-        for layer, parts in enumerate(slots):
-            rows, shape = self._rows_of(len(parts)), (self.k.shape[2] // len(parts), self.k.shape[3])
-            held = [
-                rows.index_select(0, self._both(own, rows)).view(2, len(own), *shape)
-                for own in islice(there, len(parts))
-            ]
-            chosen = select(layer, [both.view(self.kv_dtype) for both in held])
-            if chosen is not None:
-                if len(chosen) > len(held):
-                    held = [head for both in held for head in both.split(1, dim=2)]
-                held = [
-                    both.gather(1, own.T[None, :, :, None].expand(2, -1, -1, both.shape[-1]))
-                    for both, own in zip(held, chosen, strict=True)
-                ]
-            thinned.append(held)
-        return thinned
+        rows = self._rows_of(parts)
+        both = rows.index_select(0, self._both(places, rows)).view(self.kv_dtype)
+        return both.view(2, len(places), self.k.shape[2] // parts, -1)
+
+    def gather(self, places: Sequence[Tensor], chosen: Sequence[Tensor] | None) -> list[Tensor]:
+        """Return the keys and values of a layer's tokens that stay, see `store_kept`.
+
+        Parameters
+        ----------
+        places : sequence of Tensor [tokens], int64
+            See `places`.
+        chosen : sequence of Tensor [kv_heads, kept], int64
+            Which of these tokens each KV head keeps, in one tensor or in one for each head; None for all.
+
+        Returns
+        -------
+        list of Tensor [2, kept, kv_heads, head_dim]
+            In one or in one for each KV head.
+        """
+        heads = self.k.shape[2]
+        if chosen is None:
+            return [self.read(own, len(places)) for own in places]
+        if len(places) == 1:
+            places = [places[0] * heads + head for head in range(heads)]
+        if len(chosen) > 1:
+            return [self.read(own[which[0]], heads) for own, which in zip(places, chosen, strict=True)]
+        kept = torch.stack([own[which] for own, which in zip(places, chosen[0], strict=True)], dim=1)  # [kept, heads]
+        return [self.read(kept.flatten(), heads).view(2, *kept.shape, -1)]
 
     def store_kept(self, kept: Kept, thinned: Sequence[Sequence[Tensor]]) -> None:
         """Put what layers keep where it belongs; moves that are due come first."""
         for parts in {len(held) for held in thinned}:
             layers = [layer for layer, held in enumerate(thinned) if len(held) == parts]
             slots = np.concatenate([own for layer in layers for own in kept.slots_from(layer)])
-            new = torch.cat([both for layer in layers for both in thinned[layer]], dim=1)
+            new = torch.cat([both for layer in layers for both in thinned[layer]], dim=1).view(self._rows.dtype)
             rows, [there] = self._rows_of(parts), upload_together([slots], self.device)
             rows.index_copy_(0, self._both(there, rows), new.flatten(2).flatten(0, 1))
 

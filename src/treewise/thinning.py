@@ -18,6 +18,7 @@ from treewise.runner import Runner
 from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.observation import Observation, Seen
 from treewise.sparsity.policy import KVSparsity
+from treewise.sparsity.select import top
 from treewise.tree import Node
 
 MOST_HEADS = 2**31 - 1
@@ -240,7 +241,8 @@ class Thinner:
             [np.concatenate([kv.slots(node, layer, head) for node in path]) for head in kv.heads(before, layer)]
             for layer in range(len(budgets))
         ]
-        thinned = self.runner.thin_out(slots, lambda layer, held: self._select(case, budgets[layer], layer, held))
+        places = self.runner.places(slots)
+        thinned = list(map(self.runner.gather, places, self._choose(case, budgets, places)))
         lengths = [tuple(both.shape[1] for both in parts) for parts in thinned]
         counts: list[Count] = [each if len(each) > 1 else each[0] for each in lengths]
         stump = kv.seal(kv.forest.path_tokens(end), tree.namespace, key)
@@ -258,17 +260,30 @@ class Thinner:
         self.runner.store_kept(kept, thinned)
         self._last[stump] = case.last
 
-    def _select(self, case: _Case, budget: int, layer: int, held: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """Return which tokens a layer keeps, see `Runner.thin_out`."""
-        tokens = [both.shape[1] for both in held for _ in range(both.shape[2])]  # of each KV head
-        if len(tokens) * budget >= sum(tokens):
-            return None
-        evidence = [self._evidence(case, layer, head, *both) for head, both in enumerate(held)]
-        if not case.policy.per_head:
-            return [case.policy.keep(evidence[0], budget)]
-        chosen = case.policy.keep_heads(evidence, budget)
-        alike = len(held) == len(set(map(len, chosen))) == 1
-        return [torch.stack(chosen)] if alike else [head[None] for head in chosen]
+    def _choose(
+        self, case: _Case, budgets: Sequence[int], places: Sequence[Sequence[Tensor]]
+    ) -> list[Sequence[Tensor] | None]:
+        """Return which tokens each layer keeps, see `Runner.gather`."""
+        policy, num_heads = case.policy, self.runner.model.config.num_kv_heads
+        chosen: list[Sequence[Tensor] | None] = [None] * len(places)
+        scores: dict[tuple[int, int], dict[int, Tensor]] = {}  # by tokens and budget; by layer
+        for layer, (budget, parts) in enumerate(zip(budgets, places, strict=True)):
+            tokens = sum(map(len, parts)) * (num_heads // len(parts))
+            if num_heads * budget >= tokens:
+                continue
+            held = (self.runner.read(own, len(parts)) for own in parts)
+            evidence = [self._evidence(case, layer, head, *both) for head, both in enumerate(held)]
+            if policy.per_head:
+                own = policy.keep_heads(evidence, budget)
+                alike = len(parts) == len(set(map(len, own))) == 1
+                chosen[layer] = [torch.stack(own)] if alike else [head[None] for head in own]
+            else:
+                scores.setdefault((tokens, budget), {})[layer] = policy.scores(evidence[0], budget)
+        for (_, budget), alike_layers in scores.items():  # a sort of many rows takes little longer than one of a few
+            best = top(torch.cat(list(alike_layers.values())), budget).split(num_heads)
+            for layer, which in zip(alike_layers, best, strict=True):
+                chosen[layer] = [which]
+        return chosen
 
     def _evidence(self, case: _Case, layer: int, first_head: int, keys: Tensor, values: Tensor) -> Evidence:
         """Return what a layer knows of its tokens, or some of its KV heads, from the first on."""

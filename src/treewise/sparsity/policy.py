@@ -182,7 +182,7 @@ class KVSparsity:
         tokens, kv_heads, _ = evidence.keys.shape
         if budget >= tokens:
             return torch.arange(tokens, device=evidence.keys.device).expand(kv_heads, tokens)
-        return top(self._protected(evidence, budget), budget)
+        return top(self.scores(evidence, budget), budget)
 
     def keep_heads(self, evidence: Sequence[Evidence], budget: int) -> list[Tensor]:
         """Return which tokens each KV head of a layer keeps, `budget` in the mean.
@@ -205,10 +205,11 @@ class KVSparsity:
         tokens = [len(each.keys) for each in evidence for _ in range(each.keys.shape[1])]  # of each head
         if len(tokens) * budget >= sum(tokens):
             return [torch.arange(count, device=evidence[0].keys.device) for count in tokens]
-        scores = [row for each in evidence for row in self._protected(each, budget)]
+        scores = [row for each in evidence for row in self.scores(each, budget)]
         return top_of_each(scores, self.allocation.heads(scores, budget, evidence[0].layer))
 
-    def _protected(self, evidence: Evidence, budget: int) -> Tensor:
+    def scores(self, evidence: Evidence, budget: int) -> Tensor:
+        """Return the scorer's scores [kv_heads, tokens], infinite for tokens that always stay; see `keep`."""
         least = self.least(len(evidence.keys))
         if budget < least:
             raise ValueError(f"budget must be at least the {least} tokens that always stay, not {budget}")
