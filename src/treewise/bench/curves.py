@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treewise.bench.chart import COLOURS
+from treewise.charts import COLOURS
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:

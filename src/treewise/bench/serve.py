@@ -7,10 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from treewise.bench.chart import check_matplotlib
 from treewise.bench.curves import draw
 from treewise.bench.loads import Demand, compare_engines, publish
 from treewise.bench.subject import Subject, read_methods
+from treewise.charts import check_matplotlib
 from treewise.config import SparsityOptions
 from treewise.sparsity.policy import KVSparsity
 

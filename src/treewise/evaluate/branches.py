@@ -72,7 +72,7 @@ def random_like(chosen: Chosen, policy: KVSparsity, tokens: int, seed: int) -> l
         None
         if kept is None
         else top_of_each(
-            protect(torch.rand((len(kept), tokens), generator=generator), policy.window, policy.sinks),
+            list(protect(torch.rand((len(kept), tokens), generator=generator), policy.window, policy.sinks)),
             [len(head) for head in kept],
         )
         for kept in chosen

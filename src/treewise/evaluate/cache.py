@@ -225,8 +225,10 @@ class OfflineCache:
                 chosen.append(None)
                 continue
             evidence = self.evidence(layer, policy.num_queries, total, seed)
-            keep = policy.keep_heads if policy.per_head else policy.keep
-            chosen.append(list(keep(evidence, next(budgets))))
+            budget = next(budgets)
+            chosen.append(
+                policy.keep_heads([evidence], budget) if policy.per_head else [*policy.keep(evidence, budget)]
+            )
         return chosen
 
     def only(self, chosen: Sequence[Sequence[Tensor] | None]) -> Self:
