@@ -242,21 +242,23 @@ def test_heads_by_themselves_are_heads_together(every, monkeypatch):
 
 def test_heads_lose_different_tokens_stage_by_stage(monkeypatch):
     policy, prompt = KVSparsity.named("adakv", budget=14, window=3, sinks=1, every=6), PROMPTS[2]
-    config, select = MODEL.config, Thinner._select
+    config, choose = MODEL.config, Thinner._choose
     ends, held = [len(prompt) + 6 * stage for stage in range(5)], []  # by stage, layer and head
 
-    def chosen_of(thinner, case, budget, layer, parts):
-        if layer == 0:
-            held.append([])
-        end = ends[len(held) - 1]
-        before = held[-2][layer] if len(held) > 1 else [[]] * config.num_kv_heads
-        there = [[*own, *range(ends[len(held) - 2] if own else 0, end)] for own in before]
-        chosen = select(thinner, case, budget, layer, parts)
-        rows = [range(len(own)) for own in there] if chosen is None else [row.tolist() for own in chosen for row in own]
-        held[-1].append([[own[i] for i in row] for own, row in zip(there, rows, strict=True)])
+    def chosen_of(thinner, case, budgets, places):
+        stage, chosen = [], choose(thinner, case, budgets, places)
+        begin, end = (0, *ends)[len(held)], ends[len(held)]
+        for layer, which in enumerate(chosen):
+            before = held[-1][layer] if held else [[]] * config.num_kv_heads
+            there = [[*own, *range(begin, end)] for own in before]
+            rows = (
+                [range(len(own)) for own in there] if which is None else [row.tolist() for own in which for row in own]
+            )
+            stage.append([[own[i] for i in row] for own, row in zip(there, rows, strict=True)])
+        held.append(stage)
         return chosen
 
-    monkeypatch.setattr(Thinner, "_select", chosen_of)
+    monkeypatch.setattr(Thinner, "_choose", chosen_of)
     llm = tiny_llm(MODEL, kv_sparsity=policy)
     [out] = llm.generate([prompt], SamplingParams(max_tokens=28, temperature=0, ignore_eos=True))
     tokens = [*prompt, *out.outputs[0].token_ids]
