@@ -47,17 +47,22 @@ def test_dense_stands_beside_every_policy(run, tmp_path):
     ]
     novita = KVSparsity.named("novita", budget=16, window=8, first_full=1)
     assert result["policies"]["novita"] == novita.key and result["bench"] == "serve"
-    for row, requests in zip(rows, (4, 4, 4, 12, 12, 12), strict=True):
+    for row, requests in zip(rows, (1, 1, 1, 3, 3, 3), strict=True):
         assert row["requests"] == requests and row["preemptions"] == 0 and row["prefix_hits"] is None
         assert row["tokens_per_s"] == pytest.approx(16 * requests / row["whole_s"])
         assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"] < row["whole_s"]
         assert 0 < row["tpot_ms"]["p50"] <= row["tpot_ms"]["p99"] < row["whole_s"] * 1e3
         # Pages of 16 tokens: 64 of the prompt, and 15 that are decoded have keys.
-        assert row["peak_slots"] <= requests // 4 * 80
+        assert row["peak_slots"] <= requests * 80
         assert (1 if row["engine"] == "dense" else 0.2) <= row["kv_ratio"] < (1.3 if row["engine"] == "dense" else 1)
     # All of the prompt is there before some of it is given up.
     assert rows[0]["peak_slots"] == 80 and rows[2]["peak_slots"] == 64
     assert "of dense KV" in said and "TTFT p50 s" in said and "hits" not in said
+
+
+def test_a_cpu_is_asked_for_less_if_nothing_is_said():
+    assert [level for _, level, _ in Demand().levels(Subject())] == [1, 2]
+    assert [len(load.prompts) for load in Demand(input_tokens=3).loads(Subject(), 100)] == [1, 2]
 
 
 def test_a_small_pool_holds_more_thinned_requests(run):

@@ -43,12 +43,13 @@ class Demand:
     output_tokens : int
         Tokens decoded for each.
     concurrency : str
-        Requests at a time, several numbers with commas between: where one ends, the next begins.
+        Requests at a time, several numbers with commas between: where one ends, the next begins. 1,5,10,20,40 if left
+        out; 1,2 on a CPU.
     rate : str
         Requests that come a second, however many are under way, several numbers with commas between; instead of so
         many at a time. They come by chance, as a Poisson process.
     num_prompts : int
-        Requests in all; 4 times the concurrency, or 40 of those that come by chance, if left out.
+        Requests in all; if left out 4 times the concurrency, once on a CPU, or 40 of those that come by chance.
     kv_tokens : int
         Tokens whose keys and values the pool holds; enough for all that may run at a time and one more if left out.
     repeats : int
@@ -59,7 +60,7 @@ class Demand:
 
     input_tokens: int = 4000
     output_tokens: int = 500
-    concurrency: str = "1,5,10,20,40"
+    concurrency: str | None = None
     rate: str | None = None
     num_prompts: int | None = None
     kv_tokens: Annotated[int | None, Parameter(("--kv-tokens", "--pool-tokens"))] = None
@@ -90,24 +91,25 @@ class Demand:
             check_integer("num_prompts", self.num_prompts, 1)
         if self.kv_tokens is not None:
             check_integer("kv_tokens", self.kv_tokens, self.length)
-        self.levels()
+        self.levels(subject)
         if self.against in OTHERS:
             if self.rate is not None:
                 raise ValueError(f"rate: {self.against} gets one batch after the other, whose requests come together")
             check_installed(self.against)
 
-    def levels(self) -> list[tuple[str, int, float | None]]:
+    def levels(self, subject: Subject) -> list[tuple[str, int, float | None]]:
         """Return name, requests and rate of each load; requests that come at a rate may all be under way."""
         if self.rate is not None:
             count = 40 if self.num_prompts is None else self.num_prompts
             return [(f"{word} a second", count, _read_rate(word)) for word in self.rate.split(",")]
-        return [(f"{count} at once", count, None) for count in map(_read_count, self.concurrency.split(","))]
+        words = self.concurrency or ("1,2" if subject.place.type == "cpu" else "1,5,10,20,40")
+        return [(f"{count} at once", count, None) for count in map(_read_count, words.split(","))]
 
-    def loads(self, vocab_size: int, shared: int = 0) -> list[Load]:
+    def loads(self, subject: Subject, vocab_size: int, shared: int = 0) -> list[Load]:
         """Make the loads; all prompts begin with `shared` tokens, and no two are alike behind them."""
-        made = []
-        for name, most, rate in self.levels():
-            count = self.num_prompts or (4 * most if rate is None else most)
+        made, rounds = [], 1 if subject.place.type == "cpu" else 4
+        for name, most, rate in self.levels(subject):
+            count = self.num_prompts or (rounds * most if rate is None else most)
             prompts = self.prompts(count, vocab_size, shared, first=1000)
             made.append(Load(name, most, prompts, self.output_tokens, rate))
         return made
@@ -117,9 +119,10 @@ class Demand:
         common, own = random_prompt(shared, vocab_size, 0), self.input_tokens - shared
         return [common + random_prompt(own, vocab_size, first + i + 1) for i in range(count)]
 
-    def num_slots(self, page_size: int) -> int:
+    def num_slots(self, subject: Subject) -> int:
         """Return how many slots the pool has, one page of which is scratch."""
-        most = max(count for _, count, _ in self.levels())
+        page_size = subject.page_size
+        most = max(count for _, count, _ in self.levels(subject))
         tokens = (most + 1) * _whole_pages(self.length, page_size) if self.kv_tokens is None else self.kv_tokens
         return _whole_pages(tokens, page_size) + page_size
 
@@ -169,9 +172,9 @@ def compare_engines(
     list of dict
         See `measure`.
     """
-    loads = demand.loads(loaded[1].vocab_size, shared)
+    loads = demand.loads(subject, loaded[1].vocab_size, shared)
     widest = max(load.concurrency for load in loads)
-    slots = demand.num_slots(subject.page_size)
+    slots = demand.num_slots(subject)
     runs: dict[str, Run] = {
         name: partial(run_load, subject.engine(loaded, widest=widest, num_kv_slots=slots, **own))
         for name, own in options.items()

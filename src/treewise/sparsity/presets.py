@@ -9,7 +9,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "full": {"scorer": "full", "allocator": "full"},
     "random": {"scorer": "random"},
     "streaming": {"scorer": "streaming", "every": 64},
-    "novita": {"scorer": "snapkv", "first_full": 3, "every": 64},
+    "novita": {"scorer": "snapkv", "first_full": 3, "every": 256},
     "snapkv": {"scorer": "snapkv"},
     "pyramidkv": {"scorer": "snapkv", "allocator": "pyramid"},
     "adakv": {"scorer": "snapkv", "allocator": "ada"},
