@@ -277,7 +277,7 @@ class Engine:
                 self._deliver(waiting[delivery.lane], delivery, logits)
             drafts = {} if self.speculator is None else self.speculator.drafts
             self._drawn = draw(self.runs, self.limits.eos_token_ids, drafts)
-            self.thinner.thin_out(self.requests)
+            self.scheduler.num_preemptions += self.thinner.thin_out(self.requests)
             self.runner.plan_ahead(batch, self.kv)
         elif self._calls and not self._ready and drawn is None:
             patience = [left for task in self._calls.values() if (left := task.seconds_left()) is not None]

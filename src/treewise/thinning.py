@@ -100,7 +100,7 @@ class Thinner:
         return sum(tensor.nbytes for tensor in kept)
 
     def thinning(self, policy: KVSparsity, num_tokens: int) -> Thinning | None:
-        """Return what a tree has to know whose prompt has so many tokens; None if the policy keeps all of them.
+        """Return what a tree has to know whose prompt has so many tokens; None if the policy keeps all there will be.
 
         Raises
         ------
@@ -108,9 +108,12 @@ class Thinner:
             If the policy cannot work here, see `check`.
         """
         self.check(policy)
-        if all(count == num_tokens for count in self._counts(policy, num_tokens)):
-            return None
-        return Thinning(policy.key, self._num_queries(policy, num_tokens))
+        first, most = num_tokens, self.runner.model.config.max_positions
+        while all(count == first for count in self._counts(policy, first)):
+            if policy.every is None or first + policy.every > most:
+                return None
+            first += policy.every
+        return Thinning(policy.key, self._num_queries(policy, num_tokens), first)
 
     def add(self, tree: BranchTree, policy: KVSparsity) -> None:
         """Thin out the keys of `tree`, which has the `thinning` that the policy asks for."""
@@ -128,7 +131,7 @@ class Thinner:
             if tree.stump is not None and tree.stump not in self.kv.kept:
                 tree.regrow()
                 case.observation = case.last = None
-            if 0 < case.num_reached == tree.num_thinned < len(tree.stages):
+            if case.num_reached == tree.num_thinned < len(tree.stages) and tree.stages[-1] > len(tree.prompt_tokens):
                 self._look_ahead(tree, case)
 
     def look_back(self, batch: Batch) -> Batch:
@@ -169,17 +172,25 @@ class Thinner:
             hidden[place].copy_(self._last[node])
 
     @torch.inference_mode()
-    def thin_out(self, trees: Iterable[BranchTree]) -> None:
-        """Thin out the paths that are at the end of a stage; of all `trees`, those behind may have to give way."""
+    def thin_out(self, trees: Iterable[BranchTree]) -> int:
+        """Thin out the paths that are at the end of a stage; of all `trees`, those behind may have to give way.
+
+        Returns
+        -------
+        int
+            How many trees had to.
+        """
+        num_preempted = 0
         for tree, case in self._cases.items():
             if (horizon := tree.horizon) is None or (end := _end(tree)) is None:
                 continue
             path = [node for node in self.kv.forest.path(end) if node.start < horizon]
             computed = all(node.computed >= min(len(node.tokens), horizon - node.start) for node in path)
             if computed and case.observation is not None and not case.observation.missing:
-                self._thin_out(tree, case, self.kv.prefix(end, horizon), trees)
+                num_preempted += self._thin_out(tree, case, self.kv.prefix(end, horizon), trees)
                 case.observation = case.last = None
         self._last = {node: last for node, last in self._last.items() if node in self.kv.kept}
+        return num_preempted
 
     # ------------------------------------------------------------------ stages
 
@@ -225,15 +236,15 @@ class Thinner:
         there = upload_together([np.array(list(rows.values()), np.int64), places], self.runner.device)
         return [Seen(observation, *there)]
 
-    def _thin_out(self, tree: BranchTree, case: _Case, end: Node, trees: Iterable[BranchTree]) -> None:
-        """Thin out the path to `end`."""
+    def _thin_out(self, tree: BranchTree, case: _Case, end: Node, trees: Iterable[BranchTree]) -> int:
+        """Thin out the path to `end`; return how many other trees have given way."""
         kv, thinning = self.kv, tree.thinning
         assert thinning is not None and case.observation is not None and case.last is not None, "the stage was watched"
-        key = "" if tree.num_thinned else thinning.key
+        key = thinning.key if end.end == len(tree.prompt_tokens) else ""
         if key and (known := kv.match_whole(tree.prompt_tokens, tree.namespace, key)):
             tree.stand_on(known, end)  # another has been there
             self._plan_stage(tree, case)
-            return
+            return 0
         self.runner.move(kv)
         path = kv.forest.path(end)
         budgets, before = self._counts(case.policy, end.end), [kv.kept[node] for node in path if node in kv.kept]
@@ -248,17 +259,19 @@ class Thinner:
         stump = kv.seal(kv.forest.path_tokens(end), tree.namespace, key)
         tree.stand_on(stump, end)
         self._plan_stage(tree, case)
-        kept = kv.keep(stump, counts)
+        kept, num_preempted = kv.keep(stump, counts), 0
         for other in sorted(trees, key=attrgetter("rank"), reverse=True):
             if kept is not None or other.rank <= tree.rank:
                 break
-            kv.preempt(other.tips())
-            kept = kv.keep(stump, counts)
+            if not other.unsettled:  # else what it has decoded has no place in the forest yet
+                num_preempted += kv.preempt(other.tips())
+                kept = kv.keep(stump, counts)
         if kept is None:  # it starts anew with the next step
-            return
+            return num_preempted
         self.runner.move(kv)
         self.runner.store_kept(kept, thinned)
         self._last[stump] = case.last
+        return num_preempted
 
     def _choose(
         self, case: _Case, budgets: Sequence[int], places: Sequence[Sequence[Tensor]]

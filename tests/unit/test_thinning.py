@@ -288,6 +288,31 @@ def test_heads_lose_different_tokens_stage_by_stage(monkeypatch):
     idle(llm)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_num_rows": 5}, {"num_kv_slots": 96}, {"looks_ahead": True}], ids=str)
+def test_short_prompts_are_kept_whole_until_the_path_is_too_long(options):
+    policy = KVSparsity.named("rkv", budget=24, window=4, sinks=1, every=8)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    prompts = [[7, 1, 9], [5, 2] * 6, list(range(1, 20))]
+    alone = []
+    for prompt in prompts:
+        llm, lengths = tiny_llm(MODEL, kv_sparsity=policy), []
+        keep = llm.engine.kv.keep
+        llm.engine.kv.keep = lambda node, counts, lengths=lengths, keep=keep: (
+            lengths.append((node.end, counts)),
+            keep(node, counts),
+        )[1]
+        alone += told(llm.generate([prompt], params))
+        first = next(length for length in range(len(prompt), 999, 8) if length > 24)
+        assert [length for length, _ in lengths] == list(range(first, len(prompt) + 40, 8))
+        assert all(counts[0] == counts[2] == counts[3] == 24 < counts[1] == length for length, counts in lengths)
+        begun = alone[-1][0][0][: first - len(prompt) + 1]  # up to the token drawn where the first stage lies
+        assert begun == greedy(MODEL, prompt, len(begun))
+        idle(llm)
+    llm = tiny_llm(MODEL, kv_sparsity=policy, **options)
+    assert told(llm.generate(prompts, params)) == alone
+    idle(llm)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("cuda_graphs", [False, True])

@@ -36,7 +36,8 @@ class BranchTree:
     stump : Node or None
         The sealed node that the branches stand on once keys have been thinned out.
     stages : list of int
-        Lengths of the path at which its keys are thinned out, in order: the prompt's, and perhaps more as it grows.
+        Lengths of the path at which its keys are thinned out, in order: the prompt's, as a rule, and perhaps more as it
+        grows.
     num_thinned : int
         How many of these have been reached.
     """
@@ -64,13 +65,10 @@ class BranchTree:
         self.fallen: list[Callable[[], None]] = []  # make branches of what these have pruned
         self.thinning = thinning
         self.stump: Node | None = None
-        self.stages = [] if thinning is None else [len(prompt_tokens)]
-        if thinning is None:
-            known = kv.match(self.prompt_tokens, namespace)
-        else:
-            known = self.stump = kv.match_whole(self.prompt_tokens, namespace, thinning.key)
-            if known is None:
-                known = kv.match(self.prompt_tokens, namespace, self._most_known)
+        self.stages = [] if thinning is None else [thinning.first]
+        if thinning is not None and thinning.first == len(prompt_tokens):
+            self.stump = kv.match_whole(self.prompt_tokens, namespace, thinning.key)
+        known = kv.match(self.prompt_tokens, namespace, self._most_known) if self.stump is None else self.stump
         self.num_thinned = int(self.stump is not None)
         self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
         self.num_known = 0 if known is None else known.end
@@ -93,7 +91,9 @@ class BranchTree:
     @property
     def _most_known(self) -> int | None:
         """How much of the prompt may be taken from others: all but what a policy looks at."""
-        return None if self.thinning is None else max(0, len(self.prompt_tokens) - self.thinning.num_queries)
+        if self.thinning is None or self.thinning.first > len(self.prompt_tokens):
+            return None
+        return max(0, len(self.prompt_tokens) - self.thinning.num_queries)
 
     def stand_on(self, stump: Node, end: Node) -> None:
         """Let branches stand on `stump`, what is left of the path to `end`, from now on."""

@@ -38,18 +38,21 @@ class Strips(NamedTuple):
 
 
 class Thinning(NamedTuple):
-    """How the keys of a prompt are thinned out once all of them are there.
+    """How the keys of a path are thinned out.
 
     Attributes
     ----------
     key : str
         All that what is kept depends on, beside the tokens.
     num_queries : int
-        At so many of the last tokens the queries are looked at, so that they are computed whatever is known.
+        At so many of a prompt's last tokens the queries are looked at, so that they are computed whatever is known.
+    first : int
+        The length of the path at which it begins: the prompt's, or more where a prompt is kept whole.
     """
 
     key: str
     num_queries: int
+    first: int
 
 
 class Kept(NamedTuple):
