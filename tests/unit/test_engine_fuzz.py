@@ -224,6 +224,18 @@ operations = st.recursive(
 pools = st.sampled_from([("paged", 1), ("paged", 16), ("contiguous", 1)])
 
 
+def step_to_the_end(engine, requests, aborted):
+    """Step until all requests have ended; the ``aborted[1]``-th is aborted behind ``aborted[0]`` steps."""
+    for step in range(5000):
+        if not engine.requests:
+            break
+        if step == aborted[0]:
+            engine.abort(requests[aborted[1] % len(requests)])
+        engine.step()
+        engine.check_integrity()
+    assert not engine.requests, "some request never ends"
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     scripts=st.lists(st.tuples(st.sampled_from(PROMPTS), operations), min_size=1, max_size=3),
@@ -256,14 +268,7 @@ def test_random_programs(scripts, attention, pool, num_kv_slots, max_num_rows, c
         engine.add(program.run, prompt, seed=i)
         for i, (program, (prompt, _)) in enumerate(zip(programs, scripts, strict=True))
     ]
-    for step in range(5000):
-        if not engine.requests:
-            break
-        if step == aborted[0]:
-            engine.abort(requests[aborted[1] % len(requests)])
-        engine.step()
-        engine.check_integrity()
-    assert not engine.requests, "some request never ends"
+    step_to_the_end(engine, requests, aborted)
     for program, request in zip(programs, requests, strict=True):
         program.check(request.tree)
         if isinstance(request.error, PoolTooSmall):

@@ -13,9 +13,11 @@ from tiny import dense_logits, greedy, idle, tiny_llm, tiny_model
 
 from treewise import SamplingParams, generate, score
 from treewise.attention import METHODS
+from treewise.branch import DeadBranchError
 from treewise.kv import KVManager
 from treewise.kv.kept import Kept, lay_out, num_pages
 from treewise.ops import rotate
+from treewise.scheduler import PoolTooSmall
 from treewise.sparsity.allocators import Ada, Table
 from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.policy import KVSparsity
@@ -24,7 +26,7 @@ from treewise.speculate.speculator import Speculator
 from treewise.thinning import Thinner
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_engine_fuzz import TOLERANCE, Mischief, Script, operations, small
+from test_engine_fuzz import TOLERANCE, Mischief, Script, operations, small, step_to_the_end
 
 MODEL = tiny_model(windows=(None, 11, None, None), max_positions=160)
 PROMPTS = [list(range(1, 60)), [7, 5, 3] * 20, [*range(1, 30), 9, 9, 4, *range(60, 90)]]
@@ -415,18 +417,11 @@ def test_random_programs(scripts, page_size, num_kv_slots, max_num_rows, caching
         engine.add(program.run, prompt, seed=i, sparsity=program.policy)
         for i, (program, (prompt, _, _)) in enumerate(zip(programs, scripts, strict=True))
     ]
-    for step in range(5000):
-        if not engine.requests:
-            break
-        if step == aborted[0]:
-            engine.abort(requests[aborted[1] % len(requests)])
-        engine.step()
-        engine.check_integrity()
-    assert not engine.requests, "some request never ends"
+    step_to_the_end(engine, requests, aborted)
     for program, request in zip(programs, requests, strict=True):
         program.check(request.tree)
         if request.error is not None and "aborted" not in str(request.error):
-            assert isinstance(request.error, Mischief | Exception), repr(request.error)
+            assert isinstance(request.error, Mischief | DeadBranchError | PoolTooSmall), repr(request.error)
     engine.kv.clear_cache()
     engine.check_integrity()
     assert engine.kv.pool.num_free == engine.kv.num_slots
