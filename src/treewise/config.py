@@ -416,6 +416,8 @@ class SparsityOptions:
         So many of the first layers keep everything.
     kv_every : int
         Decoded tokens after which a branch is brought back to its budget.
+    kv_joint : bool
+        Let all branches that a program begins with look at the prompt first.
     """
 
     kv_sparsity: str | None = None
@@ -424,6 +426,7 @@ class SparsityOptions:
     kv_sinks: int | None = None
     kv_first_full: int | None = None
     kv_every: int | None = None
+    kv_joint: bool | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return what was given of the fields of `KVSparsity`.

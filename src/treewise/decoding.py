@@ -173,7 +173,7 @@ class DecodeRun:
         if (budget := self.task.tokens_left()) is not None:
             room = min(room, -(-budget // len(self._lanes)))
         room = max(0, room - 1)  # behind the last token that it may have, no guess is of use
-        if (horizon := leaf.tree.horizon) is not None:
+        if (horizon := leaf.tree.horizon(leaf.end())) is not None:
             room = max(0, min(room, horizon - leaf.num_tokens))
         return Stem(leaf, leaf.end(), place, room, self._row(leaf, params, params.has_penalties))
 

@@ -125,7 +125,12 @@ class ObserveRun:
             if branch.num_tokens > limits.max_model_len:
                 given, limit = branch.num_tokens, limits.max_model_len
                 raise ValueError(f"branches: {branch.path} has {given} tokens, more than max_model_len={limit}")
-        if task.tree.thinning is not None and min(operation.starts, default=0) < len(task.tree.prompt_tokens):
+        given = len(task.tree.prompt_tokens)
+        inside = any(
+            start < given and branch.has_whole_prompt
+            for branch, start in zip(operation.branches, operation.starts, strict=True)
+        )
+        if inside and task.tree.thinning is not None:
             raise ValueError(
                 "kv_sparsity: log-probabilities of the prompt need all of its keys; ask with kv_sparsity='full'"
             )

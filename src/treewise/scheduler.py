@@ -24,9 +24,8 @@ class Tenant(Protocol):
     def rank(self) -> tuple[int, int]:
         """Negative priority, and rank of arrival: the lower goes first, the highest gives way first."""
 
-    @property
-    def horizon(self) -> int | None:
-        """Position up to which keys may be computed now; None for any."""
+    def horizon(self, tip: Node) -> int | None:
+        """Return the position up to which keys of the path to `tip` may be computed now; None for any."""
 
     def tips(self) -> Iterable[Node]:
         """Return the nodes that the tree's live branches hold."""
@@ -328,7 +327,8 @@ class Scheduler:
         while node is not None and batch.computed(node) < len(node.tokens):
             path.append(node)
             node = node.parent
-        horizon = tip.end if lane.tenant.horizon is None else lane.tenant.horizon
+        horizon = lane.tenant.horizon(tip)
+        horizon = tip.end if horizon is None else horizon
         for node in reversed(path):
             begin = batch.computed(node)
             end = min(len(node.tokens), horizon - node.start, begin + self._left - batch.num_rows)
@@ -391,7 +391,7 @@ def _lacking(tip: Node) -> int:
 
 def _waits(lane: Lane, tip: Node) -> bool:
     """Whether the last token of the path to `tip` has to wait for its key."""
-    horizon = lane.tenant.horizon
+    horizon = lane.tenant.horizon(tip)
     return horizon is not None and tip.end > horizon
 
 

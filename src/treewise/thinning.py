@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -29,14 +29,21 @@ MOST_HEADS = 2**31 - 1
 class _Case:
     """A tree whose keys are thinned out, with what is known of the stage that it comes to next.
 
-    It has come to `num_reached` stages so far; to some of them perhaps again. `last` is what comes of the stage's last
-    token before the output head [hidden], once it is computed.
+    It has come to `num_reached` stages so far; to some of them perhaps again. Observations are by the node in which a
+    branch ends that looks at the prompt, or by None where it is the path to the stage's end that counts. `last` is what
+    comes of the stage's last token before the output head [hidden], once it is computed. `chosen` is what was kept of
+    the prompt by the queries of branches, which may be others when it is computed again.
     """
 
     policy: KVSparsity
     num_reached: int
-    observation: Observation | None = None
+    observations: dict[Node | None, Observation] = field(default_factory=dict)
     last: Tensor | None = None
+    chosen: list[Sequence[Tensor] | None] | None = None
+
+    def forget(self) -> None:
+        """Begin with the next stage, or with the first one again."""
+        self.observations, self.last = {}, None
 
 
 class Thinner:
@@ -95,8 +102,8 @@ class Thinner:
         """Bytes of what is kept beside keys and values: queries that wait for the end of a stage, and last tokens."""
         kept = list(self._last.values()) + [case.last for case in self._cases.values() if case.last is not None]
         for case in self._cases.values():
-            if case.observation is not None:
-                kept += [case.observation.queries, case.observation.lse]
+            for observation in case.observations.values():
+                kept += [observation.queries, observation.lse]
         return sum(tensor.nbytes for tensor in kept)
 
     def thinning(self, policy: KVSparsity, num_tokens: int) -> Thinning | None:
@@ -113,7 +120,8 @@ class Thinner:
             if policy.every is None or first + policy.every > most:
                 return None
             first += policy.every
-        return Thinning(policy.key, self._num_queries(policy, num_tokens), first)
+        joint = policy.joint and first == num_tokens
+        return Thinning(policy.key, self._num_queries(policy, num_tokens), first, joint)
 
     def add(self, tree: BranchTree, policy: KVSparsity) -> None:
         """Thin out the keys of `tree`, which has the `thinning` that the policy asks for."""
@@ -130,7 +138,7 @@ class Thinner:
         for tree, case in self._cases.items():
             if tree.stump is not None and tree.stump not in self.kv.kept:
                 tree.regrow()
-                case.observation = case.last = None
+                case.forget()
             if case.num_reached == tree.num_thinned < len(tree.stages) and tree.stages[-1] > len(tree.prompt_tokens):
                 self._look_ahead(tree, case)
 
@@ -138,20 +146,18 @@ class Thinner:
         """Return the batch, perhaps with more rows: queries of stages' last tokens that nobody has seen."""
         asked: list[tuple[Node, int, object]] = []
         for tree, case in self._cases.items():
-            if tree.horizon is None or (end := _end(tree)) is None:
-                continue
-            missing = self._observation(tree, case).missing
-            path = [node for node in self.kv.forest.path(end) if node.end > min(missing, default=end.end)]
-            if any(batch.computed(node) < min(len(node.tokens), tree.horizon - node.start) for node in path):
-                continue  # some of them will come by themselves
-            offsets = [
-                (node, position - node.start)
-                for node in path
-                for position in sorted(missing)
-                if node.start <= position < node.end
-            ]
-            lacking = [(node, offset, tree) for node, offset in offsets if batch.row(node, offset) is None]
-            asked += lacking[: max(0, self.max_num_rows - batch.num_rows - len(asked))]
+            for tip, observation in self._watched(tree, case):
+                missing, path = observation.missing, self.kv.forest.path(tip)
+                if any(batch.computed(node) < min(len(node.tokens), observation.end - node.start) for node in path):
+                    continue  # some of them will come by themselves
+                lacking = [
+                    (node, position - node.start, tree)
+                    for node in path
+                    for position in sorted(missing)
+                    if node.start <= position < node.end and batch.row(node, position - node.start) is None
+                ]
+                room = max(0, self.max_num_rows - batch.num_rows - len(asked))
+                asked += [each for each in lacking if each not in asked][:room]
         return batch.asking(asked) if asked else batch
 
     def watch(self, batch: Batch) -> Sequence[Seen]:
@@ -160,8 +166,10 @@ class Thinner:
         self._asked = [(node, place) for node, place in batch.asked() if node in self.kv.kept]
         seen = []
         for tree, case in self._cases.items():
-            if tree.horizon is not None and (end := _end(tree)) is not None:
-                seen += self._watch(tree, case, end, batch)
+            if (end := _end(tree)) is not None:
+                self._watch_last(tree, case, end, batch)
+            for tip, observation in self._watched(tree, case):
+                seen += self._take(observation, tip, batch)
         return seen
 
     def see(self, hidden: Tensor) -> None:
@@ -182,13 +190,14 @@ class Thinner:
         """
         num_preempted = 0
         for tree, case in self._cases.items():
-            if (horizon := tree.horizon) is None or (end := _end(tree)) is None:
+            if (stage := tree.stage) is None or (end := _end(tree)) is None or case.last is None:
                 continue
-            path = [node for node in self.kv.forest.path(end) if node.start < horizon]
-            computed = all(node.computed >= min(len(node.tokens), horizon - node.start) for node in path)
-            if computed and case.observation is not None and not case.observation.missing:
-                num_preempted += self._thin_out(tree, case, self.kv.prefix(end, horizon), trees)
-                case.observation = case.last = None
+            watched = self._watched(tree, case)
+            stops = [(end, stage), *((tip, observation.end) for tip, observation in watched)]
+            seen = not any(observation.missing for _, observation in watched)
+            if seen and all(self._computed(tip, stop) for tip, stop in stops):
+                num_preempted += self._thin_out(tree, case, self.kv.prefix(end, stage), trees)
+                case.forget()
         self._last = {node: last for node, last in self._last.items() if node in self.kv.kept}
         return num_preempted
 
@@ -207,30 +216,46 @@ class Thinner:
         while len(tips) > 1 and tree.stages[-1] <= max(tip.end for tip in tips):
             tree.stages[-1] += case.policy.every
 
-    def _observation(self, tree: BranchTree, case: _Case) -> Observation:
-        """Return what takes queries for the stage that `tree` comes to next."""
-        assert tree.horizon is not None
-        if case.observation is None:
-            config, runner = self.runner.model.config, self.runner
-            length = tree.horizon - (0 if tree.stump is None else tree.stump.end)
-            first = tree.horizon - self._num_queries(case.policy, length)
-            shape = (config.num_layers, config.num_heads, config.head_dim, first, tree.horizon)
-            case.observation = Observation(*shape, dtype=runner.dtype, device=runner.device)
-        return case.observation
+    def _watched(self, tree: BranchTree, case: _Case) -> list[tuple[Node, Observation]]:
+        """Return where the paths end whose last queries are looked at for the next stage, and what takes these."""
+        end = _end(tree)
+        if tree.stage is None or end is None or (case.chosen is not None and not tree.num_thinned):
+            return []
+        tips = dict.fromkeys(tree.tips())
+        watched: dict[Node | None, int] = {tip: stop for tip, stop in (tree.given or {}).items() if tip in tips}
+        config, runner = self.runner.model.config, self.runner
+        observations: dict[Node | None, Observation] = {}
+        for tip, stop in (watched or {None: tree.stage}).items():
+            if tip not in case.observations:
+                first = stop - self._num_queries(case.policy, stop - (0 if tree.stump is None else tree.stump.end))
+                shape = (config.num_layers, config.num_heads, config.head_dim, first, stop)
+                case.observations[tip] = Observation(*shape, dtype=runner.dtype, device=runner.device)
+            observations[tip] = case.observations[tip]
+        case.observations = observations  # without those of branches that are gone
+        return [(end if tip is None else tip, observation) for tip, observation in observations.items()]
 
-    def _watch(self, tree: BranchTree, case: _Case, end: Node, batch: Batch) -> list[Seen]:
-        """Return what takes queries for the stage that `tree` comes to next, if there are any."""
-        observation = self._observation(tree, case)
+    def _computed(self, tip: Node, stop: int) -> bool:
+        """Whether all tokens of the path to `tip` up to position `stop` have keys."""
+        path = (node for node in self.kv.forest.path(tip) if node.start < stop)
+        return all(node.computed >= min(len(node.tokens), stop - node.start) for node in path)
+
+    def _watch_last(self, tree: BranchTree, case: _Case, end: Node, batch: Batch) -> None:
+        """Note where the logits of the stage's last token will be, if it is computed in this step."""
+        assert tree.stage is not None
+        node = next(node for node in self.kv.forest.path(end) if tree.stage <= node.end)
+        if (row := batch.row(node, tree.stage - 1 - node.start)) is not None:
+            self._ending.append((case, batch.want_logits(row)))
+
+    def _take(self, observation: Observation, tip: Node, batch: Batch) -> list[Seen]:
+        """Return what takes queries of the path to `tip`, if there are any."""
         rows: dict[int, int] = {}  # by position
-        for node in self.kv.forest.path(end):
+        for node in self.kv.forest.path(tip):
             begin = max(0, observation.first - node.start)
             for offset in range(begin, min(len(node.tokens), observation.end - node.start)):
                 if (row := batch.row(node, offset)) is not None:
                     rows[node.start + offset] = row
         if not rows:
             return []
-        if (last := rows.get(observation.end - 1)) is not None:
-            self._ending.append((case, batch.want_logits(last)))
         observation.missing.difference_update(rows)
         places = np.array(list(rows), np.int64) - observation.first
         there = upload_together([np.array(list(rows.values()), np.int64), places], self.runner.device)
@@ -239,8 +264,9 @@ class Thinner:
     def _thin_out(self, tree: BranchTree, case: _Case, end: Node, trees: Iterable[BranchTree]) -> int:
         """Thin out the path to `end`; return how many other trees have given way."""
         kv, thinning = self.kv, tree.thinning
-        assert thinning is not None and case.observation is not None and case.last is not None, "the stage was watched"
-        key = thinning.key if end.end == len(tree.prompt_tokens) else ""
+        assert thinning is not None and case.last is not None, "the stage was watched"
+        # What branches have looked at is nobody else's.
+        key = thinning.key if end.end == len(tree.prompt_tokens) and not thinning.joint else ""
         if key and (known := kv.match_whole(tree.prompt_tokens, tree.namespace, key)):
             tree.stand_on(known, end)  # another has been there
             self._plan_stage(tree, case)
@@ -253,7 +279,13 @@ class Thinner:
             for layer in range(len(budgets))
         ]
         places = self.runner.places(slots)
-        thinned = list(map(self.runner.gather, places, self._choose(case, budgets, places)))
+        if tree.num_thinned or case.chosen is None:
+            chosen = self._choose(case, end.end, budgets, places)
+        else:
+            chosen = case.chosen
+        if thinning.joint and not tree.num_thinned:
+            case.chosen = chosen
+        thinned = list(map(self.runner.gather, places, chosen))
         lengths = [tuple(both.shape[1] for both in parts) for parts in thinned]
         counts: list[Count] = [each if len(each) > 1 else each[0] for each in lengths]
         stump = kv.seal(kv.forest.path_tokens(end), tree.namespace, key)
@@ -274,9 +306,9 @@ class Thinner:
         return num_preempted
 
     def _choose(
-        self, case: _Case, budgets: Sequence[int], places: Sequence[Sequence[Tensor]]
+        self, case: _Case, end: int, budgets: Sequence[int], places: Sequence[Sequence[Tensor]]
     ) -> list[Sequence[Tensor] | None]:
-        """Return which tokens each layer keeps, see `Runner.gather`."""
+        """Return which tokens each layer keeps of those up to position `end`, see `Runner.gather`."""
         policy, num_heads = case.policy, self.runner.model.config.num_kv_heads
         chosen: list[Sequence[Tensor] | None] = [None] * len(places)
         scores: dict[tuple[int, int], dict[int, Tensor]] = {}  # by tokens and budget; by layer
@@ -285,7 +317,7 @@ class Thinner:
             if num_heads * budget >= tokens:
                 continue
             held = (self.runner.read(own, len(parts)) for own in parts)
-            evidence = [self._evidence(case, layer, head, *both) for head, both in enumerate(held)]
+            evidence = [self._evidence(case, end, layer, head, *both) for head, both in enumerate(held)]
             if policy.per_head:
                 own = policy.keep_heads(evidence, budget)
                 alike = len(parts) == len(set(map(len, own))) == 1
@@ -298,22 +330,22 @@ class Thinner:
                 chosen[layer] = [which]
         return chosen
 
-    def _evidence(self, case: _Case, layer: int, first_head: int, keys: Tensor, values: Tensor) -> Evidence:
-        """Return what a layer knows of its tokens, or some of its KV heads, from the first on."""
-        config, observation, (num_tokens, num_heads, _) = self.runner.model.config, case.observation, keys.shape
-        assert observation is not None
+    def _evidence(self, case: _Case, end: int, layer: int, first_head: int, keys: Tensor, values: Tensor) -> Evidence:
+        """Return what a layer knows of its tokens up to position `end`, or some of its KV heads, from the first on."""
+        config, observations, (num_tokens, num_heads, _) = self.runner.model.config, case.observations, keys.shape
         group = config.num_heads // config.num_kv_heads
         heads = slice(first_head * group, (first_head + num_heads) * group)
+        seen = observations.values()
         return Evidence(
             layer=sum(window is None for window in config.layer_windows[:layer]),
             num_layers=config.layer_windows.count(None),
             keys=keys,
             values=values,
             # NOTE: heads may hold different tokens of earlier stages, all of which lie before those of this one.
-            positions=torch.arange(observation.end - num_tokens, observation.end, device=keys.device),
-            queries=observation.queries[layer][:, heads],
-            query_positions=observation.positions,
-            lse=observation.lse[layer][:, heads],
+            positions=torch.arange(end - num_tokens, end, device=keys.device),
+            queries=torch.cat([each.queries[layer][:, heads] for each in seen]),
+            query_positions=torch.cat([each.positions for each in seen]),
+            lse=torch.cat([each.lse[layer][:, heads] for each in seen]),
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
             rope=config.layer_ropes[layer],
@@ -334,4 +366,5 @@ class Thinner:
 
 def _end(tree: BranchTree) -> Node | None:
     """Return a node that the end of the stage leads to, None if no branch holds one any more."""
-    return next((tip for tip in tree.tips() if tree.horizon is not None and tip.end >= tree.horizon), None)
+    stage = tree.stage
+    return None if stage is None else next((tip for tip in tree.tips() if tip.end >= stage), None)

@@ -69,14 +69,15 @@ def test_captured_steps_are_eager_steps(model, room):
     idle(llm)
 
 
-@pytest.mark.parametrize(("name", "every"), [("novita", None), ("novita", 6), ("adakv", 6)])
+@pytest.mark.parametrize(("name", "every"), [("novita", 5), ("adakv", 5)])
 def test_steps_with_keys_that_were_thinned_out(name, every):
     policy = KVSparsity.named(name, budget=12, window=4, sinks=1, first_full=int(name == "novita"), every=every)
-    prompts = [list(range(1, 30)), [5, 9, 2] * 8]
-    params = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
+    prompts = [list(range(1, 30)), [3, 1]]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     llm = with_graphs(MODEL, 3)
-    outputs = llm.generate([*prompts, [3, 1]], params, kv_sparsity=[policy, policy, "full"])
-    expected = tiny_llm(MODEL).generate([*prompts, [3, 1]], params, kv_sparsity=[policy, policy, "full"])
+    outputs, expected = (
+        some.generate(prompts, params, kv_sparsity=[policy, "full"]) for some in (llm, tiny_llm(MODEL))
+    )
     assert [output.outputs[0].token_ids for output in outputs] == [own.outputs[0].token_ids for own in expected]
     graphs = llm.engine.runner.graphs
     assert 0 < graphs.num_captures < graphs.num_replays

@@ -78,7 +78,7 @@ def test_costs_are_those_of_the_answer_over_what_is_left(model):
     [
         ("snapkv", KVSparsity.named("snapkv", budget=99)),
         ("snapkv:window=8:sinks=2", KVSparsity.named("snapkv", budget=99, window=8, sinks=2)),
-        ("novita:window=8:kernel_size=31", KVSparsity(SnapKV(8, 31), budget=99, window=8, first_full=3, every=64)),
+        ("novita:window=8:kernel_size=31", KVSparsity(SnapKV(8, 31), budget=99, window=8, first_full=3, every=256)),
         ("keydiff+ada", KVSparsity("keydiff", "ada", budget=99)),
         ("kvzip", KVSparsity(KVzip(), budget=99)),
         (ORACLE, KVSparsity(SnapKV(7, kernel_size=1), budget=99)),

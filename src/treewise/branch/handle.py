@@ -258,6 +258,11 @@ class Branch:
         return self.start + len(self.tokens)
 
     @property
+    def has_whole_prompt(self) -> bool:
+        """Whether all of the prompt is on the path, which a fork from inside it has not."""
+        return self._num_given(self.lineage()) == len(self.tree.prompt_tokens)
+
+    @property
     def path(self) -> tuple[int, ...]:
         """Ordinals of the forks from the root down to here."""
         return tuple(branch.ordinal for branch in self.lineage() if branch.ordinal is not None)

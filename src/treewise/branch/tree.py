@@ -40,6 +40,9 @@ class BranchTree:
         grows.
     num_thinned : int
         How many of these have been reached.
+    given : dict of Node to int, or None
+        Where branches end, and at what position, when the first rows of the prompt are wanted: what they were given may
+        be computed before the prompt is thinned out. None where nobody waits for it.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class BranchTree:
             self.stump = kv.match_whole(self.prompt_tokens, namespace, thinning.key)
         known = kv.match(self.prompt_tokens, namespace, self._most_known) if self.stump is None else self.stump
         self.num_thinned = int(self.stump is not None)
+        waits = thinning is not None and thinning.joint and self.stump is None
+        self.given: dict[Node, int] | None = {} if waits else None
         self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
         self.num_known = 0 if known is None else known.end
         self.root = Branch(self, None, 0, None)
@@ -81,12 +86,24 @@ class BranchTree:
         self.root.logprobs = [None] * len(self.prompt_tokens)
 
     @property
-    def horizon(self) -> int | None:
-        """Position up to which keys may be computed now: those behind it wait until what is there is thinned out.
-
-        None where there is nothing to wait for.
-        """
+    def stage(self) -> int | None:
+        """The length at which the path is thinned out next; None if it is not."""
         return self.stages[self.num_thinned] if self.num_thinned < len(self.stages) else None
+
+    def horizon(self, tip: Node) -> int | None:
+        """Return the position up to which keys of the path to `tip` may be computed now.
+
+        Those behind it wait until what is there is thinned out. None where there is nothing to wait for.
+        """
+        stage = self.stage
+        if stage is None or self.given is None:
+            return stage
+        if not self.given:
+            self.given = {end: end.end for end in self.tips() if end.end >= stage}
+        node: Node | None = tip
+        while node is not None and node not in self.given:
+            node = node.parent
+        return stage if node is None else self.given[node]
 
     @property
     def _most_known(self) -> int | None:
@@ -98,6 +115,7 @@ class BranchTree:
     def stand_on(self, stump: Node, end: Node) -> None:
         """Let branches stand on `stump`, what is left of the path to `end`, from now on."""
         self.stump = stump
+        self.given = None
         self.num_thinned += 1
         self._transplant(end, stump)
 
@@ -106,6 +124,9 @@ class BranchTree:
         stump = self.stump
         assert stump is not None, "there is a stump"
         self.stump, self.num_thinned = None, 0
+        if stump.idle:  # nobody stands on it any more
+            self.stages = []
+            return
         known = self.kv.match(self.prompt_tokens, self.namespace, self._most_known)
         start = 0 if known is None else known.end
         self._transplant(stump, self.kv.forest.add(known, stump.tokens[start:], self.namespace))

@@ -48,11 +48,14 @@ class Thinning(NamedTuple):
         At so many of a prompt's last tokens the queries are looked at, so that they are computed whatever is known.
     first : int
         The length of the path at which it begins: the prompt's, or more where a prompt is kept whole.
+    joint : bool
+        Whether it begins only when branches have computed what they were given behind the prompt.
     """
 
     key: str
     num_queries: int
     first: int
+    joint: bool
 
 
 class Kept(NamedTuple):

@@ -40,6 +40,9 @@ class KVSparsity:
         The first layers keep everything. `budget` is then that of each of the other layers.
     every : int or None
         Decoded tokens after which a branch is brought back to its budget; None: only the prompt is compressed.
+    joint : bool
+        Wait with the prompt until the branches that a program begins with have read what it gave them, and score by the
+        last queries of all of them: several questions on one context.
 
     Raises
     ------
@@ -64,6 +67,7 @@ class KVSparsity:
     sinks: int = 4
     first_full: int = 0
     every: int | None = None
+    joint: bool = False
 
     def __post_init__(self) -> None:
         check_integer("window", self.window, 0)
@@ -122,11 +126,14 @@ class KVSparsity:
     def key(self) -> str:
         """All that changes what is kept, given the tokens: two policies with one key keep the same."""
         numbers = f"budget={self.budget!r} window={self.window} sinks={self.sinks} every={self.every}"
+        numbers += " joint" * self.joint
         return f"{self.scoring!r} {self.allocation!r} {numbers}"
 
     def refusals(self, config: ModelConfig) -> list[str]:
         """Say why a model cannot have this policy; nothing if it can."""
         num_layers = sum(window is None for window in config.layer_windows)
+        if self.joint and self.num_queries is None:
+            return [f"joint: {self.scoring!r} looks at all queries, not at the last ones of each branch"]
         if not num_layers:
             return ["every layer of the model has a sliding window, so that there is nothing to evict"]
         tokens = self.least(config.max_positions) + 1
