@@ -247,9 +247,10 @@ def test_heads_lose_different_tokens_stage_by_stage(monkeypatch):
     config, choose = MODEL.config, Thinner._choose
     ends, held = [len(prompt) + 6 * stage for stage in range(5)], []  # by stage, layer and head
 
-    def chosen_of(thinner, case, budgets, places):
-        stage, chosen = [], choose(thinner, case, budgets, places)
-        begin, end = (0, *ends)[len(held)], ends[len(held)]
+    def chosen_of(thinner, case, end, budgets, places):
+        stage, chosen = [], choose(thinner, case, end, budgets, places)
+        begin = (0, *ends)[len(held)]
+        assert end == ends[len(held)]
         for layer, which in enumerate(chosen):
             before = held[-1][layer] if held else [[]] * config.num_kv_heads
             there = [[*own, *range(begin, end)] for own in before]
