@@ -36,8 +36,8 @@ class Shared:
     kl, top1 : dict of str to float
         On the dense continuation of the last branch, when it reads its own tokens and goes on over a prompt reduced to
         its own set (``own``, which it cannot know before it has read them), to that of one other branch (``sibling``),
-        to the union of all others' (``union``), to as many random tokens as that (``random``), and to what the policy
-        keeps at the end of the prompt (``prompt``).
+        to the union of all others' (``union``), to as many random tokens as that (``random``), to what the policy keeps
+        by the queries of all branches together (``joint``), and to what it keeps at the end of the prompt (``prompt``).
     """
 
     kind: str
@@ -118,6 +118,7 @@ def share(
         "sibling": others[0],
         "union": together,
         "random": random_like(together, policy, prompt.length, seed),
+        "joint": paths[0].choose(policy, prompt.length, seed, beside=paths[1:]),
         "prompt": prompt.choose(policy, seed=seed),
     }
     continuation = paths[-1].greedy(new_tokens)

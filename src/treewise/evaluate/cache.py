@@ -198,11 +198,14 @@ class OfflineCache:
             seed=seed,
         )
 
-    def choose(self, policy: KVSparsity, tokens: int | None = None, seed: int = 0) -> list[list[Tensor] | None]:
+    def choose(
+        self, policy: KVSparsity, tokens: int | None = None, seed: int = 0, beside: Sequence[OfflineCache] = ()
+    ) -> list[list[Tensor] | None]:
         """Return what a policy would keep of the first tokens, judging by the last queries that were read.
 
         Where the queries come from later tokens than those in question, the policy judges by what a continuation has
-        looked at: a branch, a second reading of the text, the answer itself.
+        looked at: a branch, a second reading of the text, the answer itself. It judges by the last queries of all
+        caches together that are `beside` this one and begin with the same tokens.
 
         Returns
         -------
@@ -225,6 +228,12 @@ class OfflineCache:
                 chosen.append(None)
                 continue
             evidence = self.evidence(layer, policy.num_queries, total, seed)
+            others = [cache.evidence(layer, policy.num_queries, total, seed) for cache in beside]
+            evidence = evidence._replace(
+                queries=torch.cat([each.queries for each in (evidence, *others)]),
+                query_positions=torch.cat([each.query_positions for each in (evidence, *others)]),
+                lse=torch.cat([each.lse for each in (evidence, *others)]),
+            )
             budget = next(budgets)
             chosen.append(
                 policy.keep_heads([evidence], budget) if policy.per_head else [*policy.keep(evidence, budget)]
