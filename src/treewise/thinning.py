@@ -316,26 +316,33 @@ class Thinner:
             tokens = sum(map(len, parts)) * (num_heads // len(parts))
             if num_heads * budget >= tokens:
                 continue
-            held = (self.runner.read(own, len(parts)) for own in parts)
-            evidence = [self._evidence(case, end, layer, head, *both) for head, both in enumerate(held)]
+            held = [self.runner.read(own, len(parts)) for own in parts]
+            # By observation, and by head where heads hold different tokens.
+            evidence, *beside = [
+                [self._evidence(observation, end, layer, head, *both) for head, both in enumerate(held)]
+                for observation in case.observations.values()
+            ]
             if policy.per_head:
-                own = policy.keep_heads(evidence, budget)
+                own = policy.keep_heads(evidence, budget, *beside)
                 alike = len(parts) == len(set(map(len, own))) == 1
                 chosen[layer] = [torch.stack(own)] if alike else [head[None] for head in own]
             else:
-                scores.setdefault((tokens, budget), {})[layer] = policy.scores(evidence[0], budget)
+                scores.setdefault((tokens, budget), {})[layer] = policy.scores(
+                    evidence[0], budget, *(other[0] for other in beside)
+                )
         for (_, budget), alike_layers in scores.items():  # a sort of many rows takes little longer than one of a few
             best = top(torch.cat(list(alike_layers.values())), budget).split(num_heads)
             for layer, which in zip(alike_layers, best, strict=True):
                 chosen[layer] = [which]
         return chosen
 
-    def _evidence(self, case: _Case, end: int, layer: int, first_head: int, keys: Tensor, values: Tensor) -> Evidence:
+    def _evidence(
+        self, observation: Observation, end: int, layer: int, first_head: int, keys: Tensor, values: Tensor
+    ) -> Evidence:
         """Return what a layer knows of its tokens up to position `end`, or some of its KV heads, from the first on."""
-        config, observations, (num_tokens, num_heads, _) = self.runner.model.config, case.observations, keys.shape
+        config, (num_tokens, num_heads, _) = self.runner.model.config, keys.shape
         group = config.num_heads // config.num_kv_heads
         heads = slice(first_head * group, (first_head + num_heads) * group)
-        seen = observations.values()
         return Evidence(
             layer=sum(window is None for window in config.layer_windows[:layer]),
             num_layers=config.layer_windows.count(None),
@@ -343,9 +350,9 @@ class Thinner:
             values=values,
             # NOTE: heads may hold different tokens of earlier stages, all of which lie before those of this one.
             positions=torch.arange(end - num_tokens, end, device=keys.device),
-            queries=torch.cat([each.queries[layer][:, heads] for each in seen]),
-            query_positions=torch.cat([each.positions for each in seen]),
-            lse=torch.cat([each.lse[layer][:, heads] for each in seen]),
+            queries=observation.queries[layer][:, heads],
+            query_positions=observation.positions,
+            lse=observation.lse[layer][:, heads],
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
             rope=config.layer_ropes[layer],

@@ -21,6 +21,7 @@ from treewise.scheduler import KeysGivenUp, PoolTooSmall
 from treewise.sparsity.allocators import Ada, Table
 from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.policy import KVSparsity
+from treewise.sparsity.scorers import SnapKV
 from treewise.speculate.ngram import NgramDrafter
 from treewise.speculate.speculator import Speculator
 from treewise.thinning import Thinner
@@ -333,14 +334,17 @@ def jointly_kept(prompt, questions, policy):
         if window is not None:
             kept.append(None)
             continue
-        (keys, values, *_), *_ = of_layer = [layers[layer] for layers in each]
-        queries, positions, lse = (torch.cat(parts) for parts in zip(*(own[2:] for own in of_layer), strict=True))
-        evidence = Evidence(
-            *(sum(other is None for other in config.layer_windows[:layer]), full),
-            *(keys, values, torch.arange(num_given), queries, positions, lse),
-            *(config.attention_scale, None, config.layer_ropes[layer]),
-        )
-        kept.append(policy.keep(evidence, next(budgets)))
+        scores = 0
+        for keys, values, *asked in (layers[layer] for layers in each):
+            scores = scores + SnapKV(policy.window).scores(
+                Evidence(
+                    *(sum(other is None for other in config.layer_windows[:layer]), full),
+                    *(keys, values, torch.arange(num_given), *asked),
+                    *(config.attention_scale, None, config.layer_ropes[layer]),
+                )
+            )
+        scores[:, : policy.sinks] = scores[:, num_given - policy.window :] = torch.inf
+        kept.append(scores.sort(descending=True, stable=True).indices[:, : next(budgets)])
     return kept
 
 

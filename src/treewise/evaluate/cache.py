@@ -229,15 +229,11 @@ class OfflineCache:
                 continue
             evidence = self.evidence(layer, policy.num_queries, total, seed)
             others = [cache.evidence(layer, policy.num_queries, total, seed) for cache in beside]
-            evidence = evidence._replace(
-                queries=torch.cat([each.queries for each in (evidence, *others)]),
-                query_positions=torch.cat([each.query_positions for each in (evidence, *others)]),
-                lse=torch.cat([each.lse for each in (evidence, *others)]),
-            )
             budget = next(budgets)
-            chosen.append(
-                policy.keep_heads([evidence], budget) if policy.per_head else [*policy.keep(evidence, budget)]
-            )
+            if policy.per_head:
+                chosen.append(policy.keep_heads([evidence], budget, *([other] for other in others)))
+            else:
+                chosen.append([*policy.keep(evidence, budget, *others)])
         return chosen
 
     def only(self, chosen: Sequence[Sequence[Tensor] | None]) -> Self:

@@ -166,7 +166,7 @@ class KVSparsity:
         least = self.least(tokens)
         return self.allocation.layers(tokens, max(least, min(budget, tokens)), num_layers, least)
 
-    def keep(self, evidence: Evidence, budget: int) -> Tensor:
+    def keep(self, evidence: Evidence, budget: int, *beside: Evidence) -> Tensor:
         """Return which tokens a layer keeps, the same number in each KV head.
 
         Parameters
@@ -174,6 +174,8 @@ class KVSparsity:
         evidence : Evidence
         budget : int
             Tokens a head keeps.
+        *beside : Evidence
+            Of the same tokens, with the queries of other branches: the scores add up.
 
         Returns
         -------
@@ -189,9 +191,9 @@ class KVSparsity:
         tokens, kv_heads, _ = evidence.keys.shape
         if budget >= tokens:
             return torch.arange(tokens, device=evidence.keys.device).expand(kv_heads, tokens)
-        return top(self.scores(evidence, budget), budget)
+        return top(self.scores(evidence, budget, *beside), budget)
 
-    def keep_heads(self, evidence: Sequence[Evidence], budget: int) -> list[Tensor]:
+    def keep_heads(self, evidence: Sequence[Evidence], budget: int, *beside: Sequence[Evidence]) -> list[Tensor]:
         """Return which tokens each KV head of a layer keeps, `budget` in the mean.
 
         What is kept and errors are those of `keep`; how many each head keeps is the allocator's choice.
@@ -203,6 +205,8 @@ class KVSparsity:
             heads cannot then. ``evidence.layer`` counts the layers without a sliding window of their own.
         budget : int
             Tokens a head keeps in the mean.
+        *beside : sequence of Evidence
+            As in `keep`.
 
         Returns
         -------
@@ -212,15 +216,20 @@ class KVSparsity:
         tokens = [len(each.keys) for each in evidence for _ in range(each.keys.shape[1])]  # of each head
         if len(tokens) * budget >= sum(tokens):
             return [torch.arange(count, device=evidence[0].keys.device) for count in tokens]
-        scores = [row for each in evidence for row in self.scores(each, budget)]
+        scores = [
+            row for each in zip(evidence, *beside, strict=True) for row in self.scores(each[0], budget, *each[1:])
+        ]
         return top_of_each(scores, self.allocation.heads(scores, budget, evidence[0].layer))
 
-    def scores(self, evidence: Evidence, budget: int) -> Tensor:
+    def scores(self, evidence: Evidence, budget: int, *beside: Evidence) -> Tensor:
         """Return the scorer's scores [kv_heads, tokens], infinite for tokens that always stay; see `keep`."""
         least = self.least(len(evidence.keys))
         if budget < least:
             raise ValueError(f"budget must be at least the {least} tokens that always stay, not {budget}")
-        return protect(self.scoring.scores(evidence), self.window, self.sinks)
+        scores = self.scoring.scores(evidence)
+        for each in beside:
+            scores = scores + self.scoring.scores(each)
+        return protect(scores, self.window, self.sinks)
 
 
 def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
