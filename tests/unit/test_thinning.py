@@ -385,8 +385,9 @@ def test_branches_choose_together_what_is_kept_of_their_prompt(options):
         if paths[0][: len(prompt)] != prompt:
             continue
         kept = jointly_kept(prompt, questions, policy)
-        alone = jointly_kept(prompt, [[]], policy)
-        assert any(own is not None and (own != one).any() for own, one in zip(kept, alone, strict=True))
+        for fewer in ([[]], questions[:1], questions[-1:]):
+            alone = jointly_kept(prompt, fewer, policy)
+            assert any(own is not None and (own != one).any() for own, one in zip(kept, alone, strict=True))
         for number, path in enumerate(paths):
             given = len(prompt) + len([*questions, [7]][number])
             # The first token is drawn from all keys where the question had its say, and else from those that stay.
