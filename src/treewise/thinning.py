@@ -221,8 +221,10 @@ class Thinner:
         end = _end(tree)
         if tree.stage is None or end is None or (case.chosen is not None and not tree.num_thinned):
             return []
-        tips = dict.fromkeys(tree.tips())
-        watched: dict[Node | None, int] = {tip: stop for tip, stop in (tree.given or {}).items() if tip in tips}
+        watched: dict[Node | None, int] = {}
+        if tree.given:  # those that have gone on from there meanwhile count as well
+            needed = {node for tip in tree.tips() for node in self.kv.forest.path(tip)}
+            watched.update((tip, stop) for tip, stop in tree.given.items() if tip in needed)
         config, runner = self.runner.model.config, self.runner
         observations: dict[Node | None, Observation] = {}
         for tip, stop in (watched or {None: tree.stage}).items():
