@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 export MALLOC_TRIM_THRESHOLD_ ?= 268435456
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint docs format clean
 
 help: ## Show what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,7 @@ help: ## Show what there is to make
 demo: $(INSTALLED) ## Solve a real prompt with three strategies on the CPU and draw the trees
 	$(BIN)/python examples/demo.py
 
-test: lint $(WITH_LIBRARIES) ## Lint, types, import contract, tests
+test: lint docs $(WITH_LIBRARIES) ## Lint, types, import contract, documentation, tests
 	@echo '== tests'
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
@@ -38,12 +38,16 @@ lint: $(INSTALLED) ## Lint, types, import contract
 	@echo '== import contract'
 	$(BIN)/lint-imports
 
+docs: $(INSTALLED) ## Build the documentation in build/docs; needs no network
+	@echo '== documentation'
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+
 format: $(INSTALLED) ## Put the code in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove the virtual environment and the tools' caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## Remove the virtual environment, what was built and the tools' caches
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "treewise needs Python 3.11 or later: make PYTHON=...")'
@@ -53,5 +57,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # The heavier libraries that there are adapters for: only their tests need them.
 $(WITH_LIBRARIES): $(INSTALLED)
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,lm-eval,reasoners]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,eval,reasoners]'
 	@touch $@

@@ -1,7 +1,9 @@
 """treewise decodes trees: prompts that branch, from the program down to the attention kernel.
 
->>> from treewise import LLM, SamplingParams                                   # doctest: +SKIP
->>> LLM("smollm2-135m").generate("Once upon", SamplingParams(n=4))             # doctest: +SKIP
+>>> from treewise import LLM, SamplingParams
+>>> [story] = LLM("smollm2-135m").generate("Once upon", SamplingParams(n=4, max_tokens=8))
+>>> len(story.outputs), len(story.tree.nodes)
+(4, 5)
 """
 
 from __future__ import annotations

@@ -131,9 +131,9 @@ class LLM:
 
     Examples
     --------
-    >>> llm = LLM("smollm2-135m")                                              # doctest: +SKIP
-    >>> [answer] = llm.chat([{"role": "user", "content": "Name a colour."}])   # doctest: +SKIP
-    >>> answer.outputs[0].text                                                 # doctest: +SKIP
+    >>> llm = LLM("smollm2-135m")
+    >>> [answer] = llm.chat([{"role": "user", "content": "Name a colour."}])
+    >>> text = answer.outputs[0].text
     """
 
     def __init__(

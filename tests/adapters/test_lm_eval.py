@@ -25,7 +25,7 @@ def requests(*arguments):
 
 @pytest.fixture
 def lm():
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[lm-eval]'")
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[eval]'")
     from treewise.adapters.lm_eval import TreewiseLM
 
     return TreewiseLM(tiny_llm())
@@ -64,7 +64,7 @@ def test_loglikelihoods_come_in_the_order_of_the_requests(lm):
 
 
 def test_a_context_that_is_too_long_loses_its_beginning():
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[lm-eval]'")
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[eval]'")
     from treewise.adapters.lm_eval import TreewiseLM
 
     lm = TreewiseLM(tiny_llm(max_model_len=12))
@@ -101,7 +101,7 @@ def test_generation_stops_where_it_is_told(lm):
 
 
 def test_the_harness_finds_the_model_and_runs_a_task(tmp_path):
-    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[lm-eval]'")
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[eval]'")
     datasets = pytest.importorskip("datasets")
     from lm_eval.api.registry import get_model
     from lm_eval.api.task import ConfigurableTask

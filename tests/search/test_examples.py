@@ -163,17 +163,27 @@ def test_rollouts_are_collected_as_lines(tiny, monkeypatch, tmp_path, capsys):
     assert f"{len(lines)} trajectories" in capsys.readouterr().out
 
 
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+LIBRARIES = {"docs/libraries.md": ("treequest", "reasoners")}
+
+
 def blocks(path):
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / path).read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    """Python code of a page; a comment right before it says why a block is not run."""
+    block = r"(<!-- not run: .+? -->\n)?^```python\n(.*?)^```"
+    found = re.findall(block, (ROOT / path).read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return [code for reason, code in found if not reason]
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/programs.md"])
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path)])
 def test_the_code_in_the_documents_runs(path, monkeypatch, tmp_path, capsys):
-    model = tiny_model()
+    for library in LIBRARIES.get(path, ()):
+        pytest.importorskip(library)
+    model = tiny_model(windows=(None,) * 4, max_positions=4096)
     monkeypatch.setattr(treewise.llm, "LLM", lambda *_, **options: tiny_llm(model, ChatBytes(), **options))
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "document"}
-    assert blocks(path)
     for number, block in enumerate(blocks(path), 1):
         exec(compile(block, f"{path}, block {number}", "exec"), namespace)
 

@@ -65,10 +65,12 @@ class TreeQuestGenerator:
 
     Examples
     --------
-    >>> import treequest                                                               # doctest: +SKIP
-    >>> generator = TreeQuestGenerator(llm, "Q: ...", reward, {"draw": SamplingParams(max_tokens=64)})  # doctest: +SKIP
-    >>> state = generator.search(treequest.ABMCTSA(), budget=32, batch_size=4)         # doctest: +SKIP
-    >>> [(thought, value)] = treequest.top_k(state, treequest.ABMCTSA(), k=1)          # doctest: +SKIP
+    >>> import treequest
+    >>> def reward(texts):
+    ...     return [min(len(text) / 100, 1.0) for text in texts]
+    >>> generator = TreeQuestGenerator(llm, "Q: ...", reward, {"draw": SamplingParams(max_tokens=64)})
+    >>> state = generator.search(treequest.ABMCTSA(), budget=8, batch_size=4)
+    >>> [(thought, value)] = treequest.top_k(state, treequest.ABMCTSA(), k=1)
     """
 
     def __init__(

@@ -122,10 +122,12 @@ class OfflineCache:
 
     Examples
     --------
-    >>> cache = OfflineCache(model)  # doctest: +SKIP
-    >>> cache.read(prompt)  # doctest: +SKIP
-    >>> small = cache.compress(KVSparsity.named("snapkv", budget=256))  # doctest: +SKIP
-    >>> hidden = small.read(continuation)  # doctest: +SKIP
+    >>> cache = OfflineCache(model)
+    >>> states = cache.read(list(range(1, 101)))  # [tokens, hidden]
+    >>> small = cache.compress(KVSparsity.named("snapkv", budget=48))
+    >>> small.length, small.held[0].keys.shape[1]
+    (100, 48)
+    >>> states = small.read([7, 8])
     """
 
     def __init__(self, model: CausalLM) -> None:
