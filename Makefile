@@ -40,7 +40,7 @@ lint: $(INSTALLED) ## Lint, types, import contract
 
 docs: $(INSTALLED) ## Build the documentation in build/docs; needs no network
 	@echo '== documentation'
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	$(BIN)/python -m sphinx --quiet --fresh-env --write-all --fail-on-warning --keep-going docs build/docs
 
 format: $(INSTALLED) ## Put the code in the house style
 	$(BIN)/ruff check --fix .

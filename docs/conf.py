@@ -36,6 +36,8 @@ numpydoc_show_class_members = False
 
 html_theme = "furo"
 html_title = f"treewise {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
