@@ -44,7 +44,15 @@ def test_examples_of_the_reference_run(example):
     idle(llm)
 
 
+def headings(page):
+    """What a link to a part of a page may name."""
+    lines = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
 def test_links_between_documents_lead_somewhere():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")):
+        for target, part in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text("utf-8")):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} links to {target}"
+            assert not part or part in headings(to), f"{page.name} links to #{part} of {to.name}"
