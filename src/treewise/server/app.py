@@ -7,6 +7,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from treewise import __version__
 from treewise.server.choices import Delta, Entry
+from treewise.server.description import describe
 from treewise.server.driver import ClientGone, Driver, End
 from treewise.server.errors import ApiError, api_error, invalid_body
 from treewise.server.orders import Order, Orders
@@ -420,6 +422,7 @@ def create_app(driver: Driver, options: ServerOptions, metrics: Callable[[], byt
             return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
         app.add_api_route("/metrics", metrics_route, methods=["GET"], response_model=None)
+    app.openapi = cache(partial(describe, app, bool(options.api_key)))  # type: ignore[method-assign]
     app.add_middleware(Gate, keys=options.api_key, refused=application.refused)
     if options.allowed_origin:
         app.add_middleware(

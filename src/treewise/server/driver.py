@@ -338,7 +338,7 @@ class Driver:
     def _take_orders(self) -> bool:
         """Wait until there is something to do, and do what the event loop has left; whether to go on."""
         with self._news:
-            while not (self._submitted or self._given_up or self._questions or self._stopping or self._running):
+            while not (self._submitted or self._given_up or self._questions or self._stopping or self._has_work):
                 self._news.wait()
             submitted, given_up, questions = self._submitted[:], self._given_up[:], self._questions[:]
             for box in (self._submitted, self._given_up, self._questions):
@@ -361,6 +361,10 @@ class Driver:
             self._end(ticket, "abort", Refused("draining", "the server has ended before this request has"))
         self._send()
         return False
+
+    @property
+    def _has_work(self) -> bool:
+        return self.failure is None and bool(self._running or self._waiting)
 
     def _open_tickets(self) -> list[Ticket]:
         return [*self._running, *(ticket for *_, ticket in self._waiting if ticket.job.ended is None)]
@@ -438,7 +442,7 @@ class Driver:
             self._end(ticket, "error", error)
             return
         self._update(ticket, partial(ticket.watcher.ended, number, request))
-        if ticket.job.ended is None and all(each.done for each in ticket.requests):
+        if ticket.job.ended is None and not any(each.tree in self._parts for each in ticket.requests):
             self._end(ticket, ticket.watcher.outcome)
 
     def _update(self, ticket: Ticket, watch: Callable[[], list[Any]]) -> None:
