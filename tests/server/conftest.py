@@ -13,7 +13,7 @@ def anyio_backend():
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
-    """A random Llama of a few thousand weights in Transformers' layout, whose tokens are bytes, with a chat template."""
+    """A random Llama of a few thousand weights in Transformers' layout, with bytes for tokens and a chat template."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -324,15 +324,17 @@ class Driver:
     # ------------------------------------------------------------------ in the engine's thread
 
     def _run(self) -> None:
-        while self._take_orders():
-            if self.failure is None:
-                try:
+        going_on = True
+        while going_on:
+            try:
+                going_on = self._take_orders()
+                if going_on and self._has_work:
                     self._enforce_deadlines()
                     self._begin()
                     if self._running:
                         self._step()
-                except Exception as error:
-                    self._fail(error)
+            except Exception as error:
+                self._fail(error)
             self._send()
 
     def _take_orders(self) -> bool:
@@ -359,7 +361,6 @@ class Driver:
             return True
         for ticket in self._open_tickets():
             self._end(ticket, "abort", Refused("draining", "the server has ended before this request has"))
-        self._send()
         return False
 
     @property
@@ -404,7 +405,7 @@ class Driver:
         began, rows = perf_counter(), engine.num_rows
         gains = engine.step()
         now = perf_counter()
-        self.rows_last_step, self.step_seconds = engine.num_rows - rows, now - began
+        rows = engine.num_rows - rows
         for ticket in self._running:
             if ticket.job.scheduled is None and any(request.rows for request in ticket.requests):
                 ticket.job.scheduled = began
@@ -412,8 +413,9 @@ class Driver:
         for ticket, number, request in list(self._parts.values()):
             if request.done and ticket.job.ended is None:
                 self._take_end(ticket, number, request)
-        for observer in self.observers:
-            observer.stepped(engine, self.rows_last_step, self.step_seconds)
+        if rows:  # else it has only let programs go on
+            self.rows_last_step, self.step_seconds = rows, now - began
+            self._tell("stepped", engine, rows, now - began)
 
     def _take_gains(self, gains: Sequence[Gain], now: float) -> None:
         tokens: Counter[Ticket] = Counter()
@@ -482,7 +484,10 @@ class Driver:
 
     def _tell(self, event: str, *facts: Any) -> None:
         for observer in self.observers:
-            getattr(observer, event)(*facts)
+            try:
+                getattr(observer, event)(*facts)
+            except Exception:  # they must not, but what they watch is worth more than they are
+                logger.exception("an observer has failed")
 
 
 def _sum(usages: Sequence[Usage]) -> Usage:
