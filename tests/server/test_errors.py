@@ -250,7 +250,12 @@ async def test_a_prompt_larger_than_the_pool():
 
 async def test_keys():
     async with running(api_key=("one", "two")) as server:
-        for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}, {"authorization": "é".encode()}):
+        for headers in (
+            {},
+            {"authorization": "Bearer three"},
+            {"authorization": "Basic one"},
+            {"authorization": "é".encode()},
+        ):
             response = await server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
             assert check_error(response, 401)["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
