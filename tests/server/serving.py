@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from tiny import ChatBytes, tiny_llm
 from treewise.llm import LLM
 from treewise.server.app import create_app
 from treewise.server.driver import Driver
+from treewise.server.run import HttpServer, bind
 from treewise.server.settings import ServerOptions
 
 
@@ -121,6 +123,26 @@ async def running(llm: LLM | None = None, metrics: Any = None, **options: Any) -
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
             yield Server(driver, recorder, client, app)
+
+
+@asynccontextmanager
+async def listening(llm: LLM | None = None, **options: Any) -> AsyncIterator[Server]:
+    """The same, at a port of its own; its client's base URL has the address."""
+    llm = llm or tiny_llm(codec=ChatBytes())
+    settings = ServerOptions(**options)
+    recorder = Recorder()
+    driver = Driver(llm, settings.max_running, settings.max_waiting, settings.time_limit, [recorder])
+    app = create_app(driver, settings)
+    with bind("127.0.0.1", 0) as listener:
+        server = HttpServer(app)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            yield Server(driver, recorder, client, app)
+        server.should_exit = True
+        await serving
 
 
 @contextmanager

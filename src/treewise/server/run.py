@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,23 +62,26 @@ def serve(
     ready : callable
         Called when requests are taken.
     """
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=LAST_WORDS,
-    )
-    asyncio.run(_serve(_Server(config), driver, options, listener, ready))
+    asyncio.run(_serve(HttpServer(app), driver, options, listener, ready))
     return 0
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves signals to `serve`."""
+class HttpServer(uvicorn.Server):
+    """Speaks HTTP for an application, and leaves signals to others."""
+
+    def __init__(self, app: FastAPI) -> None:
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=LAST_WORDS,
+        )
+        super().__init__(config)
 
     @contextmanager
-    def capture_signals(self) -> Any:
+    def capture_signals(self) -> Iterator[None]:
         """Do nothing."""
         yield
 
