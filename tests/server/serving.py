@@ -18,8 +18,9 @@ from tiny import ChatBytes, tiny_llm
 from treewise.llm import LLM
 from treewise.server.app import create_app
 from treewise.server.driver import Driver
-from treewise.server.run import HttpServer, bind
+from treewise.server.run import HttpServer
 from treewise.server.settings import ServerOptions
+from treewise.server.sockets import bind
 
 
 class Recorder:
@@ -148,7 +149,7 @@ async def listening(llm: LLM | None = None, **options: Any) -> AsyncIterator[Ser
 @contextmanager
 def process(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run ``treewise serve``, and give the process with its address once it is ready."""
-    command = [sys.executable, "-m", "treewise", "serve", *arguments]
+    command = [sys.executable, "-m", "treewise", "serve", "--port", "0", *arguments]
     started = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

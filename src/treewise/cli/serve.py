@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from treewise.cli.options import ModelOptions
 from treewise.config import SparsityOptions
 from treewise.server.settings import ServerOptions
+from treewise.server.sockets import bind
 
 KEYS = "TREEWISE_API_KEY"
 
@@ -31,19 +32,19 @@ def serve(
     model
         A folder in Transformers' layout, a GGUF file, a hub id, or a built-in name; another way to give --model.
     """
-    try:
-        from treewise.server.app import create_app
-        from treewise.server.driver import Driver
-        from treewise.server.run import bind, serve
-    except ImportError as error:
-        raise ValueError(f"serve: needs a web server; pip install 'treewise[server]' ({error})") from None
-
     server, options = server or ServerOptions(), options or ModelOptions()
     if keys := os.environ.get(KEYS):
         server = replace(server, api_key=(*server.api_key, *(key.strip() for key in keys.split(","))))
     if model is not None:
         options = replace(options, model=model)
-    with bind(server.host, server.port) as listener:
+    with bind(server.host, server.port) as listener:  # before torch is imported, which takes seconds
+        try:
+            from treewise.server.app import create_app
+            from treewise.server.driver import Driver
+            from treewise.server.run import serve
+        except ImportError as error:
+            raise ValueError(f"serve: needs a web server; pip install 'treewise[server]' ({error})") from None
+
         llm = options.load(sparsity)
         driver = Driver(llm, server.max_running, server.max_waiting, server.time_limit)
         app = create_app(driver, server)

@@ -19,29 +19,11 @@ from treewise.server.settings import ServerOptions
 
 logger = logging.getLogger("treewise.server")
 
-BACKLOG = 2048
-"""Connections that may wait to be taken."""
-
 KEEP_ALIVE = 30
 """Seconds that a connection without a request is kept."""
 
 LAST_WORDS = 5
 """Seconds that responses get to be sent once their jobs have ended."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Listen at an address; nobody else can from now on, and connections wait until the server takes them.
-
-    Raises
-    ------
-    OSError
-        If somebody else does, or there is no such address.
-    """
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise OSError(f"port: cannot listen at {host}:{port}: {error.strerror or error}") from None
 
 
 def serve(

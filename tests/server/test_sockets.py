@@ -141,12 +141,12 @@ async def test_work_ends_when_the_client_goes(stage, stream):
             blocker = asyncio.create_task(server.complete(max_tokens=300, ignore_eos=True))
             await until(lambda: server.driver.num_running)
         known = len(server.recorder.of("received"))
-        for round_ in range(10):
+        for round_ in range(1, 11):
             outside = httpx.AsyncClient(base_url=server.client.base_url)
             whole = {"prompt": "abc", "stream": stream, **body}
             whole |= {} if "search" in body else {"ignore_eos": True}
             post = asyncio.create_task(outside.post("/v1/completions", json=whole))
-            await until(lambda: len(server.recorder.of("received")) > known + round_)
+            await until(lambda: len(server.recorder.of("received")) == known + round_)  # noqa: B023
             job = server.recorder.of("received")[-1][1]
             await until(lambda: reached(server, job))  # noqa: B023
             post.cancel()
@@ -162,9 +162,12 @@ async def test_work_ends_when_the_client_goes(stage, stream):
 
 
 async def test_many_clients_stream_at_once():
-    async with listening(max_running=64) as server, httpx.AsyncClient(
-        base_url=server.client.base_url, timeout=120, limits=httpx.Limits(max_connections=None)
-    ) as client:
+    async with (
+        listening(max_running=64) as server,
+        httpx.AsyncClient(
+            base_url=server.client.base_url, timeout=120, limits=httpx.Limits(max_connections=None)
+        ) as client,
+    ):
 
         async def one(number):
             body = {"prompt": f"{number % 7}abc", "max_tokens": 12, "seed": number, "stream": True, "ignore_eos": True}
