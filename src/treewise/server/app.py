@@ -254,7 +254,9 @@ class Application:
         if body.messages is not None:
             tokens = self.orders.conversation(body.messages, body.add_generation_prompt)
         else:
-            tokens = self.driver.llm.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+            tokens = self.driver.llm.tokenizer.encode(
+                body.prompt or "", add_special_tokens=body.add_special_tokens, parse_special=body.parse_special
+            )
         return JsonResponse({"count": len(tokens), "max_model_len": self.driver.llm.max_model_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
@@ -262,6 +264,12 @@ class Application:
         body = await self._read(request, DetokenizeRequest)
         self.orders.check_model(body.model)
         return JsonResponse({"prompt": self.orders.text(body.tokens)})
+
+    async def tokenizer_info(self) -> Response:
+        """Tell the special tokens and the chat template, for clients that write conversations themselves."""
+        tokenizer = self.driver.llm.tokenizer
+        names = {name: tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return JsonResponse({**names, "chat_template": tokenizer.chat_template, "vocab_size": tokenizer.vocab_size})
 
     async def _respond(self, request: Request, model: type[Model], read: Callable[..., Order]) -> Response:
         arrived = perf_counter()
@@ -408,6 +416,7 @@ def create_app(driver: Driver, options: ServerOptions, metrics: Callable[[], byt
         ("/v1/models/{model:path}", "GET", application.one_model),
         ("/tokenize", "POST", application.tokenize),
         ("/detokenize", "POST", application.detokenize),
+        ("/tokenizer_info", "GET", application.tokenizer_info),
         ("/health", "GET", application.health),
         ("/ready", "GET", application.ready),
         ("/version", "GET", application.version),

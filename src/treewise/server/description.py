@@ -29,6 +29,7 @@ RESULTS: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions": ("id", "object", "created", "model", "choices", "usage"),
     "/tokenize": ("count", "max_model_len", "tokens"),
     "/detokenize": ("prompt",),
+    "/tokenizer_info": ("bos_token", "eos_token", "pad_token", "chat_template", "vocab_size"),
     "/v1/models": ("object", "data"),
     "/v1/models/{model}": ("id", "object", "created", "owned_by", "max_model_len"),
     "/health": ("status",),

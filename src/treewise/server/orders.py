@@ -123,7 +123,7 @@ class Orders:
         if body.suffix:
             raise ApiError("suffix: text is continued at its end only; leave it out", param="suffix")
         texts = self._texts(body.prompt)
-        prompts = [self._encoded(text) for text in texts]
+        prompts = [self._encoded(text, body.parse_special) for text in texts]
         top = body.logprobs
         if top is not None and top > self.options.max_logprobs:
             raise self._too_many("logprobs", top, self.options.max_logprobs)
@@ -216,10 +216,10 @@ class Orders:
             raise self._too_many("prompt", len(several), self.options.max_prompts)
         return several
 
-    def _encoded(self, prompt: str | list[int]) -> list[int]:
+    def _encoded(self, prompt: str | list[int], parse_special: bool) -> list[int]:
         tokenizer = self.llm.tokenizer
         if isinstance(prompt, str):
-            return self._fitting(tokenizer.encode(prompt), "prompt")
+            return self._fitting(tokenizer.encode(prompt, parse_special=parse_special), "prompt")
         return self._fitting(checked_tokens("prompt", prompt, tokenizer.vocab_size), "prompt")
 
     def _fitting(self, tokens: list[int], field: str) -> list[int]:

@@ -119,6 +119,7 @@ class CompletionRequest(Sampling):
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(
         description="A text or token ids, or a list of several."
     )
+    parse_special: bool = Field(False, description="Read names of special tokens in texts as these tokens.")
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
     logprobs: NonNegative | None = Field(None, description="How many of the likeliest tokens to report at each place.")
     best_of: Positive | None = Field(None, description="Completions drawn, of which the `n` likeliest a token stay.")
@@ -161,6 +162,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = Field(True, description="Read names of special tokens in the text as these tokens.")
     add_generation_prompt: bool = True
 
 
