@@ -161,6 +161,22 @@ async def test_work_ends_when_the_client_goes(stage, stream):
         await server.idle()
 
 
+async def test_requests_of_one_id_do_not_mix():
+    body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+    headers = {"x-request-id": "the same"}
+    async with listening() as server:
+        expected = (await server.complete(**body | {"stream": False}))["choices"][0]["text"]
+        leaving = asyncio.create_task(server.client.post("/v1/completions", json=body, headers=headers))
+        staying = asyncio.create_task(server.client.post("/v1/completions", json=body, headers=headers))
+        await until(lambda: len(server.recorder.of("gained")) > 20)
+        leaving.cancel()
+        response = await staying
+        chunks = [json.loads(event[6:]) for event in response.text.split("\n\n")[:-2]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+        assert {chunk["id"] for chunk in chunks} == {response.headers["x-request-id"]} != {"the same"}
+        await server.idle()
+
+
 async def test_many_clients_stream_at_once():
     async with (
         listening(max_running=64) as server,

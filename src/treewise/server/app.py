@@ -25,7 +25,13 @@ from treewise.server.driver import ClientGone, Driver, End
 from treewise.server.errors import ApiError, api_error, invalid_body
 from treewise.server.orders import Order, Orders
 from treewise.server.responses import JsonResponse, to_json, usage
-from treewise.server.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from treewise.server.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
 from treewise.server.searches import Grown, Searched, described
 from treewise.server.settings import ServerOptions
 
@@ -36,7 +42,7 @@ PATIENCE = 30.0
 """Seconds in which a body must have come."""
 
 LONG = 1 << 16
-"""Bytes from which on a body is read in a thread of its own, so that it holds up nobody."""
+"""Bytes from which on a body is understood in a thread of its own, so that it holds up nobody; grammars always are."""
 
 ASGI_DISCONNECT = "http.disconnect"
 
@@ -271,16 +277,16 @@ class Application:
         names = {name: tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
         return JsonResponse({**names, "chat_template": tokenizer.chat_template, "vocab_size": tokenizer.vocab_size})
 
-    async def _respond(self, request: Request, model: type[Model], read: Callable[..., Order]) -> Response:
+    async def _respond(self, request: Request, model: type[Sampling], read: Callable[..., Order]) -> Response:
         arrived = perf_counter()
         try:
             self.driver.check_open()
             body = await self._read(request, model)
             trace = {name: value for name in ("traceparent", "tracestate") if (value := request.headers.get(name))}
-            if int(request.headers.get("content-length", LONG)) < LONG:
-                order = read(body, arrived, trace)
-            else:
+            if body.is_constrained or int(request.headers.get("content-length", LONG)) >= LONG:
                 order = await asyncio.to_thread(read, body, arrived, trace)
+            else:
+                order = read(body, arrived, trace)
             self.driver.submit(order.ticket)
         except Exception as error:
             wrong = api_error(error)

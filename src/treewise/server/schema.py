@@ -112,6 +112,12 @@ class Sampling(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether there may be a grammar in it."""
+        guides = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        return any(each is not None for each in (self.response_format, self.structured_outputs, self.search, *guides))
+
 
 class CompletionRequest(Sampling):
     """The body of `/v1/completions`."""
