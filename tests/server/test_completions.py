@@ -72,9 +72,10 @@ async def test_best_of_gives_the_likeliest():
 
 
 @pytest.mark.parametrize("params", [{}, {"stop": ["q", "ab"]}, {"n": 3, "temperature": 1.0, "seed": 5}, {"echo": True}])
-async def test_a_stream_joins_to_the_whole(params):
+@pytest.mark.parametrize("looks_ahead", [False, True])
+async def test_a_stream_joins_to_the_whole(params, looks_ahead):
     body = {"prompt": "abc", "max_tokens": 24, "temperature": 0} | params
-    async with running() as server:
+    async with running(tiny_llm(codec=ChatBytes(), looks_ahead=looks_ahead)) as server:
         whole = await server.complete(**body)
         chunks = await server.chunks(**body, stream_options={"include_usage": True})
         assert len({chunk["id"] for chunk in chunks}) == 1

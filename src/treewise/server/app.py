@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from treewise import __version__
 from treewise.server.choices import Delta, Entry
 from treewise.server.description import describe
-from treewise.server.driver import ClientGone, Driver, End
+from treewise.server.driver import ClientGone, Driver, End, Refused
 from treewise.server.errors import ApiError, api_error, invalid_body
 from treewise.server.orders import Order, Orders
 from treewise.server.responses import JsonResponse, to_json, usage
@@ -444,6 +444,7 @@ def create_app(driver: Driver, options: ServerOptions, metrics: Callable[[], byt
             CORSMiddleware, allow_origins=options.allowed_origin, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(Refused, _on_error)
     app.add_exception_handler(ValueError, _on_error)
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)

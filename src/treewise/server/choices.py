@@ -113,11 +113,11 @@ class Prompt(NamedTuple):
     tokens: list[int]
 
     @classmethod
-    def of(cls, codec: Codec, tokens: list[int], text: str | None) -> Prompt:
-        """Return a prompt of `tokens`, which was given as `text`, or as these."""
+    def of(cls, codec: Codec, given: str | list[int], tokens: list[int]) -> Prompt:
+        """Return a prompt of `tokens`, which was `given` as a text, or as these."""
         spelled = plain(tokens, codec)
         # Some vocabularies put a space before a text.
-        return cls(text if text is not None and spelled.endswith(text) else spelled, tokens)
+        return cls(given if isinstance(given, str) and spelled.endswith(given) else spelled, tokens)
 
     def entries(self, codec: Codec, candidates: Sequence[Candidates | None]) -> list[Entry]:
         """Return its tokens, the first of which has no candidates."""

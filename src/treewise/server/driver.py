@@ -273,7 +273,15 @@ class Driver:
             self._leave(self._given_up, ticket)
 
     async def ask(self, question: Callable[[], Answer]) -> Answer:
-        """Call a function in the engine's thread, between two steps, and return what it returns."""
+        """Call a function in the engine's thread, between two steps, and return what it returns.
+
+        Raises
+        ------
+        Refused
+            If the thread has ended, or is about to.
+        """
+        if self._stopping:
+            raise Refused("draining", "the server is about to end")
         answer: Future[Answer] = Future()
         self._leave(self._questions, (question, answer))
         return await asyncio.wrap_future(answer)

@@ -127,12 +127,12 @@ class Orders:
         top = body.logprobs
         if top is not None and top > self.options.max_logprobs:
             raise self._too_many("logprobs", top, self.options.max_logprobs)
-        echo = [
-            Prompt.of(self.llm.tokenizer, tokens, text if isinstance(text, str) else None)
-            for text, tokens in zip(texts, prompts, strict=True)
-        ]
+        echo: list[Prompt] = []
+        if body.echo:
+            each = zip(texts, prompts, strict=True)
+            echo = [Prompt.of(self.llm.tokenizer, *pair) for pair in each]
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        task = self._task(body, max_tokens, top, echo if body.echo else (), body.best_of)
+        task = self._task(body, max_tokens, top, echo, body.best_of)
         return self._order("completion", body, task, prompts, CompletionForm(self.llm.tokenizer, top), arrived, trace)
 
     def chat(self, body: ChatCompletionRequest, arrived: float, trace: Mapping[str, str]) -> Order:

@@ -57,6 +57,7 @@ class HttpServer(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=LAST_WORDS,
         )
