@@ -160,6 +160,18 @@ async def test_scoring_only():
         await server.idle()
 
 
+async def test_a_vocabulary_that_puts_a_space_before_a_text():
+    class Spaced(ChatBytes):
+        def encode(self, text, **options):
+            return super().encode(" " + text, **options)
+
+    async with running(tiny_llm(codec=Spaced())) as server:
+        [choice] = (await server.complete("abc", echo=True, logprobs=0, max_tokens=2))["choices"]
+        logprobs = choice["logprobs"]
+        assert choice["text"].startswith("abc") and "".join(logprobs["tokens"]) == choice["text"]
+        assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 4]
+
+
 async def test_characters_of_several_tokens():
     class Latin(ChatBytes):
         """Token ``i`` is a byte from a text of two-byte characters."""

@@ -376,7 +376,8 @@ class Orders:
             raise ApiError(f"{field}: it cannot be used beside search with the strategy {name}", param=field)
         for field in known.keys() & settings.keys():
             if known[field].is_grammar and settings[field] is not None:
-                settings[field] = self._structured(StructuredOutputs.model_validate_json(json.dumps(settings[field])))
+                wanted = StructuredOutputs.model_validate_json(json.dumps(settings[field]))
+                settings[field] = self._structured(f"search.{field}", wanted)
         settings = asked | settings
         stop = settings.get("stop", STRATEGIES[name].defaults.get("stop", ()))
         watcher = Search(self.llm, name, [stop] if isinstance(stop, str) else stop, stream=bool(body.stream), tree=tree)
@@ -396,23 +397,26 @@ class Orders:
 
     def _grammar(self, body: Sampling) -> Grammar | None:
         """Return what the text must be, in whatever words it is said."""
-        asked: dict[str, Grammar | None] = {}
+        asked: dict[str, StructuredOutputs] = {}
         if (wanted := body.response_format) is not None and wanted.type != "text":
-            if wanted.type == "json_schema" and wanted.json_schema is None:
-                raise ApiError("response_format.json_schema: there is none", param="response_format")
-            schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
-            asked["response_format"] = self._structured(StructuredOutputs.model_validate({"json": schema}))
+            schema = {"type": "object"} if wanted.type == "json_object" else None
+            if wanted.type == "json_schema" and wanted.json_schema is not None:
+                schema = wanted.json_schema.schema_
+            asked["response_format"] = StructuredOutputs.model_validate({"json": schema})
         if body.structured_outputs is not None:
-            asked["structured_outputs"] = self._structured(body.structured_outputs)
+            asked["structured_outputs"] = body.structured_outputs
         for kind in ("json", "regex", "choice", "grammar"):
             if (value := getattr(body, f"guided_{kind}")) is not None:
-                asked[f"guided_{kind}"] = self._structured(StructuredOutputs.model_validate({kind: value}))
+                asked[f"guided_{kind}"] = StructuredOutputs.model_validate({kind: value})
         if len(asked) > 1:
             first, second, *_ = asked
             raise ApiError(f"{second}: it cannot be used beside {first}; give one of them", param=second)
-        return next(iter(asked.values()), None)
+        for field, wanted_text in asked.items():
+            return self._structured(field, wanted_text)
+        return None
 
-    def _structured(self, wanted: StructuredOutputs) -> Grammar | None:
+    def _structured(self, field: str, wanted: StructuredOutputs) -> Grammar:
+        """Return the grammar of a field."""
         made = {
             "json": wanted.json_,
             "regex": wanted.regex,
@@ -421,12 +425,14 @@ class Orders:
             "json_object": {"type": "object"} if wanted.json_object else None,
         }
         given = {kind: value for kind, value in made.items() if value is not None}
+        param = field.partition(".")[0]
         if len(given) != 1:
-            raise ApiError(
-                f"structured_outputs: give one of {', '.join(made)}, not {len(given)}", param="structured_outputs"
-            )
+            raise ApiError(f"{field}: give one of {', '.join(made)}, not {len(given)}", param=param)
         [(kind, value)] = given.items()
-        return _GRAMMARS[kind](value)
+        try:
+            return _GRAMMARS[kind](value)
+        except ValueError as error:
+            raise ApiError(f"{field}: {str(error).removeprefix('grammar: ')}", param=param) from None
 
     def _too_many(self, field: str, count: int, most: int) -> ApiError:
         return ApiError(f"{field}: {count} is more than this server allows, {most}", param=field.partition(":")[0])
