@@ -8,6 +8,8 @@ import pytest
 from serving import check_error, running
 from tiny import Bytes, ChatBytes, tiny_llm
 
+from treewise.server.settings import ServerOptions
+
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 
@@ -385,6 +387,25 @@ async def test_what_does_not_finish_in_time_is_ended():
             await asyncio.sleep(0.001)
         assert not await server.driver.drain(0.01)
         assert check_error(await post, 503)["code"] == "draining"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("port", 65536),
+        ("port", -1),
+        ("max_running", 0),
+        ("max_waiting", -1),
+        ("max_prompt_tokens", 0),
+        ("time_limit", 0),
+        ("time_limit", math.nan),
+        ("drain_timeout", -1),
+        ("api_key", ("",)),
+    ],
+)
+async def test_a_wrong_option_is_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        ServerOptions(**{field: value})
 
 
 async def test_the_description_is_true():

@@ -161,6 +161,21 @@ async def test_work_ends_when_the_client_goes(stage, stream):
         await server.idle()
 
 
+async def test_a_client_that_goes_before_its_body_has_come(caplog):
+    async with listening() as server:
+        url = httpx.URL(server.client.base_url)
+        for _ in range(5):
+            _, writer = await asyncio.open_connection(url.host, url.port)
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100"
+            writer.write(f'{head}\r\n\r\n{{"prompt":'.encode())
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.close()
+        await until(lambda: len(server.recorder.of("refused")) == 5)
+        assert not caplog.records
+        await server.idle()
+
+
 async def test_requests_of_one_id_do_not_mix():
     body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
     headers = {"x-request-id": "the same"}

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from treewise import __version__
@@ -317,6 +318,8 @@ class Application:
                     data += chunk
                     if len(data) > self.options.max_body_bytes:
                         raise ApiError(f"the body is larger than {self.options.max_body_bytes} bytes", 413)
+        except ClientDisconnect:
+            raise ApiError("the client has gone before all of the body had come") from None
         except TimeoutError:
             raise ApiError(f"the body has not come in {PATIENCE:g} seconds", 408) from None
         try:
