@@ -87,9 +87,13 @@ class Choices:
 
 
 def choose(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int] = ()) -> Choices:
-    """Choose the next token of each row, see `sample`; what there is to know about it comes to the host in one copy."""
+    """Choose the next token of each row, see `sample`; what there is to know about it comes to the host in one copy.
+
+    The logits [rows, vocab] may be of any floating type.
+    """
     if logits.is_cuda or INTERPRETED:
         return Choices(*_draw_fused(logits, rows, eos_token_ids))
+    logits = logits.float()
     tokens, tops = sample(logits, rows, eos_token_ids), logits.amax(dim=-1)
     # The largest probability is exp(top - log-sum-exp); a softmax takes half the time of a log-sum-exp.
     log_totals = tops - torch.softmax(logits, dim=-1).amax(dim=-1).log_()

@@ -658,7 +658,7 @@ def draw(runs: Iterable[Run], eos_token_ids: Collection[int], drafts: Mapping[Br
     if not draws:
         return None
     try:
-        logits = gather_rows([place for _, place in draws]).float()
+        logits = gather_rows([place for _, place in draws])
         return Drawn(drawing, choose(logits, [row for row, _ in draws], eos_token_ids))
     except BaseException:
         for run in drawing:  # should anybody step on, they get their logits again

@@ -24,6 +24,13 @@ BLOCK = 2048
 """Logits that a program takes at once."""
 NEGATIVE = tl.constexpr(-2139095041)  # ordered key of -inf
 
+# How many rows there are, and where their settings begin in the one upload of a step, changes all the time: kernels
+# compiled for each kind of number would hold up the first step that has it.
+_ANY_ROWS = triton.jit(
+    do_not_specialize=("rows",),
+    do_not_specialize_on_alignment=("temperatures", "min_p", "top_k", "top_p", "lowest", "words"),
+)
+
 # Triton's interpreter has no dependent launches.
 gdc_launch_dependents, gdc_wait = tl.extra.cuda.gdc_launch_dependents, tl.extra.cuda.gdc_wait
 
@@ -48,7 +55,7 @@ class Parts(NamedTuple):
 
 
 def tops(logits: torch.Tensor) -> torch.Tensor:
-    """Return the largest logit of each part of each row [rows, parts] float32, of logits [rows, vocab] float32."""
+    """Return the largest logit of each part of each row [rows, parts] float32, of logits [rows, vocab] of any type."""
     rows, vocab_size = logits.shape
     parts = min(max(PARTS[0], power_of_2(PROGRAMS // max(rows, 1))), PARTS[1], power_of_2(-(-vocab_size // BLOCK)))
     largest = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
@@ -71,7 +78,7 @@ def floors(
 
     Parameters
     ----------
-    logits : Tensor [rows, vocab] float32
+    logits : Tensor [rows, vocab] floating
     tops : Tensor [rows, parts] float32
         What `tops` returns; a scaled logit is ``(logit - top) / temperature`` with the largest of the row.
     temperatures : Tensor [rows] float32
@@ -129,7 +136,7 @@ def finish(logits: torch.Tensor, tops: torch.Tensor, drawn: Parts, raw: Parts) -
 
     Parameters
     ----------
-    logits : Tensor [rows, vocab] float32
+    logits : Tensor [rows, vocab] floating
         The raw ones.
     tops : Tensor [rows, parts] float32
         Theirs.
@@ -176,7 +183,7 @@ def top_parts(logits, tops, stride, size, length, PARTS: tl.constexpr, BLOCK: tl
     end = tl.minimum(size, (part + 1) * length)
     for first in range(part * length, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        logit = tl.load(logits + column, mask=column < end, other=float("-inf"))
+        logit = tl.load(logits + column, mask=column < end, other=float("-inf")).to(tl.float32)
         largest = tl.maximum(largest, logit, propagate_nan=tl.PropagateNan.ALL)
     odd = tl.max((largest != largest).to(tl.int32), 0)
     tl.store(tops + row * PARTS + part, tl.where(odd > 0, float("nan"), tl.max(largest, 0)))
@@ -185,7 +192,7 @@ def top_parts(logits, tops, stride, size, length, PARTS: tl.constexpr, BLOCK: tl
 @triton.jit
 def _scaled(logits, top, temperature, first, size, BLOCK: tl.constexpr):
     column = first + tl.arange(0, BLOCK)
-    logit = tl.load(logits + column, mask=column < size, other=float("-inf"))
+    logit = tl.load(logits + column, mask=column < size, other=float("-inf")).to(tl.float32)
     return (logit - top) / tl.where(temperature > 0, temperature, 1.0)
 
 
@@ -218,7 +225,7 @@ def _search(logits, top, temperature, least, goal, size, MASS: tl.constexpr, BLO
     return tl.max(low, 0)
 
 
-@triton.jit
+@_ANY_ROWS
 def find_floors(
     logits, tops, temperatures, min_p, top_k, top_p, lowest, stride, size, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -266,7 +273,7 @@ def _noise(column, word, offset):
     return -tl.log(exponential)
 
 
-@triton.jit
+@_ANY_ROWS
 def draw_parts(
     logits, tops, temperatures, lowest, words, best, token, exponentials, differences, stride, size, length, rows,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -294,7 +301,7 @@ def draw_parts(
     end = tl.minimum(size, (part + 1) * length)
     for first in range(part * length, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        logit = tl.load(logits + column, mask=column < end, other=float("-inf")) - top
+        logit = tl.load(logits + column, mask=column < end, other=float("-inf")).to(tl.float32) - top
         exponential += tl.exp(logit)
         difference += tl.where(column < end, logit, 0.0)
         value = logit
@@ -330,7 +337,7 @@ def finish_rows(
     mine = tl.min(tl.where(value == tl.max(value, 0), tl.load(token + place), size - 1), 0)
     total = top + tl.log(tl.sum(tl.load(exponentials + place), 0))
     mean = top + tl.sum(tl.load(differences + place), 0) / size
-    logit = tl.load(logits + row.to(tl.int64) * stride + mine)
+    logit = tl.load(logits + row.to(tl.int64) * stride + mine).to(tl.float32)
     valid = (odd == 0) & (tl.abs(top) < float("inf"))
     tl.store(tokens + row, mine.to(tl.int64))
     tl.store(choices + 4 * row, mine.to(tl.float64))

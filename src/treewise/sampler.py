@@ -207,17 +207,17 @@ def _edit_logits(logits: Tensor, row: SamplingRow, eos_token_ids: Collection[int
 
 
 def edited_logits(logits: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Collection[int]) -> Tensor:
-    """Return the logits after what comes before temperature: themselves, if no row asks for any of it."""
-    given = logits
+    """Return the logits after what comes before temperature, in float32: themselves, if no row asks for any of it."""
     constrained = [i for i, row in enumerate(rows) if row.constraint is not None]
+    edited = [i for i, row in enumerate(rows) if _is_edited(row)]
+    if not constrained and not edited:
+        return logits
+    logits = logits.to(torch.float32, copy=True)
     if constrained:
         bias = grammar_biases([rows[i] for i in constrained], eos_token_ids, logits.device)
-        logits = logits.index_add(0, torch.tensor(constrained, device=logits.device), bias)
-    edited = [i for i, row in enumerate(rows) if _is_edited(row)]
-    if edited:
-        logits = logits.clone() if logits is given else logits
-        for i in edited:
-            _edit_logits(logits[i], rows[i], eos_token_ids)
+        logits.index_add_(0, torch.tensor(constrained, device=logits.device), bias)
+    for i in edited:
+        _edit_logits(logits[i], rows[i], eos_token_ids)
     return logits
 
 

@@ -31,7 +31,7 @@ PARAMS = [
 ]
 
 
-def drawn_alike(vocab_size, device):
+def drawn_alike(vocab_size, device, dtype=torch.float32):
     """Tokens, log-probabilities and ties."""
     generator = torch.Generator().manual_seed(vocab_size)
     rows = [
@@ -42,7 +42,8 @@ def drawn_alike(vocab_size, device):
     logits = torch.randn(len(rows), vocab_size, generator=generator) * 3
     logits[::5] = logits[::5].round()  # with ties
     logits[::7, vocab_size // 2 :] = -math.inf  # banned
-    expected = sample(logits, rows, (4,)).tolist()
+    logits = logits.to(dtype)
+    expected = sample(logits.float(), rows, (4,)).tolist()
     choices = choose(logits.to(device), rows, (4,)).read()
     assert [choice.token for choice in choices] == expected
     exact = log_probs(logits)

@@ -7,9 +7,10 @@ import torch
 from draw_checks import drawn_alike, floors_alike, invalid_rows_are_told, rows_under_grammars_are_drawn_alike
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [7, 300, 9000])
-def test_tokens_are_those_of_torch(vocab_size):
-    drawn_alike(vocab_size, torch.device("cpu"))
+def test_tokens_are_those_of_torch(vocab_size, dtype):
+    drawn_alike(vocab_size, torch.device("cpu"), dtype)
 
 
 def test_cuts_are_those_of_torch():

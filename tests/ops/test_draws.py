@@ -28,9 +28,10 @@ def test_the_kernels_are_right_under_the_interpreter():
 class TestOnGPU:
     """The same compiled."""
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("vocab_size", [7, 300, 9000, 128256])
-    def test_tokens_are_those_of_torch(self, vocab_size):
-        drawn_alike(vocab_size, torch.device("cuda"))
+    def test_tokens_are_those_of_torch(self, vocab_size, dtype):
+        drawn_alike(vocab_size, torch.device("cuda"), dtype)
 
     def test_cuts_are_those_of_torch(self):
         floors_alike(torch.device("cuda"))
