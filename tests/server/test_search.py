@@ -142,6 +142,8 @@ async def test_a_grammar_of_a_search():
         ("widths", {"strategy": "rollouts", "widths": [100, 100], "at": [3]}),
         ("recording", {"strategy": "replay", "recording": "/etc/passwd"}),
         ("recording", {"strategy": "replay", "recording": [[0, 0, [1]]] * 5000}),
+        ("question", {"strategy": "tot", "question": "x" * 10000}),
+        ("stop", {"strategy": "best_of_n", "stop": ["x", "y" * 10000]}),
         ("reward", {"strategy": "rollouts", "reward": "x"}),
         ("grammar", {"strategy": "best_of_n", "grammar": {"regex": "("}}),
         ("grammar", {"strategy": "best_of_n", "grammar": "regex:x"}),

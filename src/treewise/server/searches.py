@@ -45,6 +45,9 @@ JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", l
 MAX_LIST = 1024
 """The most items of a list among the parameters."""
 
+MAX_TEXT = 8192
+"""The most characters of a text among them: it may be read anew for each branch."""
+
 PER_SECOND = 10
 """The most updates a second about a growing tree."""
 
@@ -100,12 +103,15 @@ class Parameter:
             raise self._wrong(f"{value!r:.200} is not of type {self.type}: {error.errors()[0]['msg']}") from None
         if self.choices is not None and value not in self.choices:
             raise self._wrong(f"{value!r:.200} is not one of {', '.join(map(str, self.choices))}")
-        if isinstance(value, list) and len(value) > MAX_LIST:
-            raise self._wrong(f"{len(value)} items are more than {MAX_LIST}")
+        items = value if isinstance(value, list) else [value]
+        if len(items) > MAX_LIST:
+            raise self._wrong(f"{len(items)} items are more than {MAX_LIST}")
+        if any(isinstance(item, str) and len(item) > MAX_TEXT for item in items):
+            raise self._wrong(f"a text has more than {MAX_TEXT} characters")
         if self.name in NOT_WIDE or self.name.endswith("tokens"):
             return
         wide = 1
-        for number in value if isinstance(value, list) else [value]:
+        for number in items:
             wide *= number if isinstance(number, int) else 1
         if wide > most:
             raise self._wrong(f"{wide} is more than this server allows, {most}")
