@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -20,7 +21,11 @@ SMALL = ("--device", "cpu", "--num-kv-slots", "4096", "--max-running", "4")
 
 def stream(url, tokens, pieces):
     body = {"prompt": "abc", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/v1/completions", json=body) as response:
+    with (
+        suppress(httpx.TransportError),  # the server may be killed
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{url}/v1/completions", json=body) as response,
+    ):
         pieces += response.iter_lines()
 
 

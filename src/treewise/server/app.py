@@ -45,8 +45,6 @@ PATIENCE = 30.0
 LONG = 1 << 16
 """Bytes from which on a body is understood in a thread of its own, so that it holds up nobody; grammars always are."""
 
-ASGI_DISCONNECT = "http.disconnect"
-
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -116,6 +114,7 @@ class JobResponse(Response):
             "model": model,
             "system_fingerprint": f"treewise-{__version__}",
         }
+        self._opened_envelope = to_json(self.envelope).removesuffix(b"}")
         self._opened: set[int] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +129,7 @@ class JobResponse(Response):
             self.driver.give_up(self.ticket)
 
     async def _until_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != ASGI_DISCONNECT:
+        while (await receive())["type"] != "http.disconnect":
             pass
         self.driver.give_up(self.ticket)
 
@@ -218,7 +217,8 @@ class JobResponse(Response):
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage_comes = {"usage": None} if self.order.include_usage else {}
-        return to_json({**self.envelope, "choices": choices, **usage_comes, **more})
+        # The envelope is the same in all chunks, and larger than what most of them have to say.
+        return b"%b,%b" % (self._opened_envelope, to_json({"choices": choices, **usage_comes, **more})[1:])
 
     @property
     def _own_headers(self) -> dict[str, str]:

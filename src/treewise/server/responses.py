@@ -18,6 +18,9 @@ LOWEST_LOGPROB = -9999.0
 """Stands for what JSON has no number for; OpenAI's own."""
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 class JsonResponse(Response):
     """JSON in ASCII, so that no text of a user's can be more than UTF-8 holds."""
 
@@ -30,7 +33,7 @@ class JsonResponse(Response):
 
 def to_json(content: Any) -> bytes:
     """Write JSON in ASCII, without blanks; numbers that are not finite are an error."""
-    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(content).encode()
 
 
 def usage(cost: Usage) -> dict[str, Any]:

@@ -44,7 +44,9 @@ def serve(
     ready : callable
         Called when requests are taken.
     """
-    asyncio.run(_serve(HttpServer(app), driver, options, listener, ready))
+    server = HttpServer(app)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(_serve(server, driver, options, listener, ready))
     return 0
 
 
