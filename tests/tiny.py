@@ -22,6 +22,9 @@ class Bytes:
     eos_token_ids = frozenset({EOS})
     bos_token_id = None
     vocab_size = VOCABULARY
+    has_chat_template = False
+    chat_template = None
+    special_tokens = {"eos_token": "~"}  # noqa: RUF012
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         return [min(byte, VOCABULARY - 1) for byte in text.encode()]

@@ -103,6 +103,8 @@ class Engine:
 
     Attributes
     ----------
+    num_steps, num_rows : int
+        Forward passes so far, and rows computed in them.
     looks_ahead : bool
         Whether a step starts the forward after the tokens of the one before, which are on the device, before the host
         knows them: on a GPU, where the host then works while the device does. A branch that ended with its token was
@@ -131,6 +133,7 @@ class Engine:
         self.requests: dict[BranchTree, Request] = {}
         self.runs: list[Run] = []
         self.num_steps = 0
+        self.num_rows = 0
         self._ids = count()
         self._ready: deque[tuple[Task, Any, BaseException | None]] = deque()
         self._calls: dict[Future[Any], Task] = {}
@@ -547,6 +550,7 @@ class Engine:
     def _count(self, batch: Batch, plans: Plans, deliveries: list[Delivery]) -> None:
         """Charge the step to the trees that had rows in it, each in proportion."""
         self.num_steps += 1
+        self.num_rows += batch.num_rows
         bytes_read = self.runner.kv_bytes(plans)
         for tree, number in batch.rows_of_owners.items():
             request = self.requests[cast(BranchTree, tree)]

@@ -203,7 +203,7 @@ class LLM:
             speculator,
         )
         self.kv_budget = kv_budget
-        self.kv_sparsity = _policy(kv_sparsity, kv_budget)
+        self.kv_sparsity = sparsity_policy(kv_sparsity, kv_budget)
         if self.kv_sparsity is not None:
             self.engine.thinner.check(self.kv_sparsity)
         self._streams: dict[BranchTree, deque[tuple[Branch, str]]] = {}
@@ -244,7 +244,7 @@ class LLM:
         """
         prompts = _listed(prompts)
         each = _one_each("params", SamplingParams() if params is None else params, SamplingParams, len(prompts))
-        programs = [lambda root, own=own: _sample(root, own) for own in each]
+        programs = [lambda root, own=own: sample(root, own) for own in each]
         requests = self._complete(
             prompts, programs, [own.seed for own in each], _Terms(priority, namespace, kv_sparsity)
         )
@@ -291,7 +291,7 @@ class LLM:
         if params.n != 1:
             raise ValueError(f"n: a stream is one completion, not {params.n}")
         terms = _Terms(priority, namespace, kv_sparsity)
-        [request] = self._submit([prompt], [lambda root: _sample(root, params)], [params.seed], terms)
+        [request] = self._submit([prompt], [lambda root: sample(root, params)], [params.seed], terms)
         with closing(self._follow(request)) as pieces:
             yield from (piece for _, piece in pieces)
 
@@ -342,7 +342,7 @@ class LLM:
         The outputs are the best hypotheses, best first; their branches' scores are length-penalised.
         """
         prompts = _listed(prompts)
-        programs = [lambda root: _beams(root, params)] * len(prompts)
+        programs = [lambda root: search_beams(root, params)] * len(prompts)
         requests = self._complete(prompts, programs, [None] * len(prompts), _Terms(priority, namespace, kv_sparsity))
         return self._collect(requests, lambda i, request: self._request_output(prompts[i], request))
 
@@ -459,7 +459,7 @@ class LLM:
             for prompt, program, seed, kept, own in zip(prompts, programs, seeds, sparsities, each, strict=True):
                 try:
                     tokens, turns = self._encoded(prompt)
-                    policy = self.kv_sparsity if kept is None else _policy(kept, self.kv_budget)
+                    policy = self.kv_sparsity if kept is None else sparsity_policy(kept, self.kv_budget)
                     named = dict(zip(names, own, strict=True))
                     request = self.engine.add(program, tokens, seed, **named, sparsity=policy)
                     request.tree.root.conversations += turns
@@ -562,7 +562,7 @@ class LLM:
             prompt_token_ids=request.tree.prompt_tokens,
             prompt_logprobs=prompt_logprobs,
             outputs=completions(branches),
-            tree=self._tree(request, branches[0] if branches else None, "generate"),
+            tree=self.tree(request, branches[0] if branches else None, "generate"),
         )
 
     def _program_output(self, request: Request, name: str) -> ProgramOutput:
@@ -576,11 +576,13 @@ class LLM:
             value=value,
             best=None if best is None else completions([best])[0],
             outputs=completions(leaves),
-            tree=self._tree(request, best, name),
+            tree=self.tree(request, best, name),
             error=request.error,
         )
 
-    def _tree(self, request: Request, best: Branch | None, strategy: str) -> Tree:
+    def tree(self, request: Request, best: Branch | None, strategy: str) -> Tree:
+        """Return the tree of a request that has ended, drawn when it is looked at."""
+
         def drawn() -> tuple[list[TreeNode], int | None]:
             nodes, ends = draw(request.tree)
             return nodes, None if best is None else ends.get(best)
@@ -588,16 +590,32 @@ class LLM:
         return Tree.drawn_by(drawn, usage=request.usage(), strategy=strategy, model=self.model_name)
 
 
-async def _beams(root: Branch, params: BeamSearchParams) -> tuple[None, list[Branch]]:
+async def search_beams(root: Branch, params: BeamSearchParams) -> tuple[None, list[Branch]]:
+    """Search the likeliest completions; what `LLM.beam_search` runs."""
     return None, await beams(root, params)
 
 
-async def _sample(root: Branch, params: SamplingParams) -> tuple[list[Candidates] | None, list[Branch]]:
-    """Score the prompt if asked, then complete it ``params.n`` times."""
-    prompt = None
+async def sample(
+    root: Branch, params: SamplingParams, *, in_step: bool = False
+) -> tuple[list[Candidates] | None, list[Branch]]:
+    """Score the prompt if asked, then complete it ``params.n`` times; what `LLM.generate` runs.
+
+    Parameters
+    ----------
+    root : Branch
+        Its `note` is the prompt's scores, once they are there.
+    params : SamplingParams
+    in_step : bool
+        See `treewise.generate`.
+
+    Returns
+    -------
+    (list of Candidates or None, list of Branch)
+        What was likely in the place of each token of the prompt but the first, and the completions.
+    """
     if params.prompt_logprobs is not None:
-        [prompt] = await Observe([root], [1], params.prompt_logprobs)
-    return prompt, await generate(root.fork(params.n), replace(params, n=1))
+        [root.note] = await Observe([root], [1], params.prompt_logprobs)
+    return root.note, await generate(root.fork(params.n), replace(params, n=1), in_step=in_step)
 
 
 def _speculation(speculate: str | Speculation | None, pool: str) -> Speculation | None:
@@ -610,8 +628,14 @@ def _speculation(speculate: str | Speculation | None, pool: str) -> Speculation 
     return settings
 
 
-def _policy(sparsity: str | KVSparsity | None, budget: float | None) -> KVSparsity | None:
-    """Return which keys stay, checked; a policy by name has `budget`, if there is one."""
+def sparsity_policy(sparsity: Sparsity, budget: float | None) -> KVSparsity | None:
+    """Return which keys stay, checked; a policy by name has `budget`, if there is one.
+
+    Raises
+    ------
+    ValueError
+        If there is no such policy, or the budget is out of range.
+    """
     if isinstance(sparsity, str):
         return KVSparsity.named(sparsity, **({} if budget is None else {"budget": budget}))
     if not isinstance(sparsity, KVSparsity | None):

@@ -298,6 +298,13 @@ class Tree:
             for prefix, node in self._walk()
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what :meth:`to_json` writes, in dicts and lists."""
+        content = {"format": JSON_FORMAT, "version": JSON_VERSION, **json_safe(self)}
+        content["usage"] |= {"tokens_per_second": self.usage.tokens_per_second, "kv_ratio": self.usage.kv_ratio}
+        safe: dict[str, Any] = json_safe(content)
+        return safe
+
     def to_json(self, indent: int | None = None) -> str:
         """Write the tree as JSON, which :meth:`from_json` reads back.
 
@@ -305,9 +312,7 @@ class Tree:
         and ``nodes``; the last two have the fields of `Usage` and `TreeNode`. Numbers that JSON has no word
         for are the strings ``"-Infinity"``, ``"Infinity"`` and ``"NaN"``. A reader should refuse other versions.
         """
-        content = {"format": JSON_FORMAT, "version": JSON_VERSION, **json_safe(self)}
-        content["usage"] |= {"tokens_per_second": self.usage.tokens_per_second, "kv_ratio": self.usage.kv_ratio}
-        return json.dumps(json_safe(content), indent=indent, allow_nan=False)
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Tree:

@@ -111,6 +111,16 @@ class Tokenizer:
         return cls(_load_backend(folder), settings, ends)
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of special tokens by what they are for, such as ``"eos_token"``."""
+        return dict(self._specials)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template in Jinja's notation, if there is one."""
+        return self._template_source
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether :meth:`apply_chat_template` can be used."""
         return self._template_source is not None

@@ -1,0 +1,23 @@
+"""The socket of a server, bound before anything else is loaded."""
+
+from __future__ import annotations
+
+import socket
+
+BACKLOG = 2048
+"""Connections that may wait to be taken."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen at an address; nobody else can from now on, and connections wait until the server takes them.
+
+    Raises
+    ------
+    OSError
+        If somebody else does, or there is no such address.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise OSError(f"port: cannot listen at {host}:{port}: {error.strerror or error}") from None
