@@ -275,7 +275,7 @@ def _lowest(best: Tensor, total: Tensor, params: Sequence[SamplingParams], whole
     """
     count = best.shape[1]
     limited = torch.tensor([[p.min_p > 0 or p.top_k > 0] for p in params], device=best.device)
-    top_k = torch.tensor([[p.top_k] for p in params], device=best.device)
+    top_k = torch.tensor([[min(p.top_k, count)] for p in params], device=best.device)
     kth = best.gather(1, (top_k - 1).clamp_(0, count - 1)).masked_fill_(top_k < 1, -math.inf)
     lowest = torch.maximum(_column([p.min_p for p in params], best).log(), kth)
     left = best.masked_fill(best < lowest, -math.inf)

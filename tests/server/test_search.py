@@ -166,6 +166,13 @@ async def test_what_a_search_cannot_do_is_refused(field):
         assert error["param"] in field
 
 
+async def test_a_search_takes_one_prompt():
+    async with running() as server:
+        for prompts in (["abc", "def"], [[1], [2]]):
+            error = await server.error(400, prompt=prompts, search={"strategy": "best_of_n"})
+            assert error["param"] == "search" and "one prompt" in error["message"]
+
+
 async def test_a_search_has_a_budget():
     async with running(max_search_tokens=40) as server:
         error = await server.error(

@@ -60,6 +60,7 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature, seed):
         ({"top_k": 3}, [0, 8, 1, 9]),  # 1 and 9 are equally likely: both stay
         ({"top_k": 5}, [0, 8, 1, 9, 2]),
         ({"top_k": 2**30}, range(10)),
+        ({"top_k": 2**70}, range(10)),
         ({"top_k": -1}, range(10)),
         ({"top_p": 1e-6}, [0]),
         ({"top_p": 0.5}, [0, 8]),  # 0.35, 0.21

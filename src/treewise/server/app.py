@@ -25,6 +25,7 @@ from treewise.server.description import describe
 from treewise.server.driver import ClientGone, Driver, End, Refused
 from treewise.server.errors import ApiError, api_error, invalid_body
 from treewise.server.orders import Order, Orders
+from treewise.server.pages import add_page
 from treewise.server.responses import JsonResponse, to_json, usage
 from treewise.server.schema import (
     ChatCompletionRequest,
@@ -440,6 +441,7 @@ def create_app(driver: Driver, options: ServerOptions, metrics: Callable[[], byt
             return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
         app.add_api_route("/metrics", metrics_route, methods=["GET"], response_model=None)
+    add_page(app)
     app.openapi = cache(partial(describe, app, bool(options.api_key)))  # type: ignore[method-assign]
     app.add_middleware(Gate, keys=options.api_key, refused=application.refused)
     if options.allowed_origin:

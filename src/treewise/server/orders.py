@@ -123,6 +123,8 @@ class Orders:
         if body.suffix:
             raise ApiError("suffix: text is continued at its end only; leave it out", param="suffix")
         texts = self._texts(body.prompt)
+        if body.search is not None and len(texts) > 1:
+            raise ApiError(f"search: it takes one prompt, not {len(texts)}", param="search")
         prompts = [self._encoded(text, body.parse_special) for text in texts]
         top = body.logprobs
         if top is not None and top > self.options.max_logprobs:
