@@ -192,7 +192,6 @@ class LLM:
         speculator = None
         if settings is not None and drafter is not None:
             speculator = Speculator(drafter.make(runner, max_num_rows), kv, settings.tree_size, settings.adaptive)
-        warm_up(runner, max_num_rows, capture_rows)
         self.engine = Engine(
             runner,
             kv,
@@ -206,6 +205,8 @@ class LLM:
         self.kv_sparsity = _policy(kv_sparsity, kv_budget)
         if self.kv_sparsity is not None:
             self.engine.thinner.check(self.kv_sparsity)
+            self.engine.thinner.prepare(self.kv_sparsity)
+        warm_up(runner, max_num_rows, capture_rows)
         self._streams: dict[BranchTree, deque[tuple[Branch, str]]] = {}
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.describe().items()))
 

@@ -15,12 +15,13 @@ from treewise.branch import BranchTree
 from treewise.kv import ContiguousPool, Count, KVManager, Thinning
 from treewise.plan.data import upload_together
 from treewise.runner import Runner
-from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.observation import Observation, Seen
 from treewise.sparsity.policy import KVSparsity
-from treewise.sparsity.select import top
+from treewise.survivors import Chosen, choose
 from treewise.tree import Node
 
+AHEAD = 64
+"""Most queries that are kept as they come along, before the stage has come at which they are looked at."""
 MOST_HEADS = 2**31 - 1
 """Keys of single heads that a pool may have in all layers: so many numbers an int32 has."""
 
@@ -32,14 +33,16 @@ class _Case:
     It has come to `num_reached` stages so far; to some of them perhaps again. Observations are by the node in which a
     branch ends that looks at the prompt, or by None where it is the path to the stage's end that counts. `last` is what
     comes of the stage's last token before the output head [hidden], once it is computed. `chosen` is what was kept of
-    the prompt by the queries of branches, which may be others when it is computed again.
+    the prompt by the queries of branches, which may be others when it is computed again. `lone` is where the only
+    branch ended when queries were taken last, and at what position; None if there were several.
     """
 
     policy: KVSparsity
     num_reached: int
     observations: dict[Node | None, Observation] = field(default_factory=dict)
     last: Tensor | None = None
-    chosen: list[Sequence[Tensor] | None] | None = None
+    chosen: Chosen | None = None
+    lone: tuple[Node, int] | None = None
 
     def forget(self) -> None:
         """Begin with the next stage, or with the first one again."""
@@ -97,6 +100,11 @@ class Thinner:
         if reasons:
             raise ValueError(f"kv_sparsity: {'; '.join(reasons)}")
 
+    def prepare(self, policy: KVSparsity) -> None:
+        """Let steps do from now on what the policy needs of them, so that they are captured with it."""
+        if policy.every is not None:
+            self.runner.leave_queries()
+
     @property
     def num_bytes(self) -> int:
         """Bytes of what is kept beside keys and values: queries that wait for the end of a stage, and last tokens."""
@@ -125,6 +133,7 @@ class Thinner:
 
     def add(self, tree: BranchTree, policy: KVSparsity) -> None:
         """Thin out the keys of `tree`, which has the `thinning` that the policy asks for."""
+        self.prepare(policy)
         self._cases[tree] = case = _Case(policy, tree.num_thinned)
         if tree.stump is not None:
             self._plan_stage(tree, case)
@@ -139,6 +148,8 @@ class Thinner:
             if tree.stump is not None and tree.stump not in self.kv.kept:
                 tree.regrow()
                 case.forget()
+            if case.lone is not None and not _goes_on(tree, *case.lone):
+                case.observations.pop(None, None)
             if case.num_reached == tree.num_thinned < len(tree.stages) and tree.stages[-1] > len(tree.prompt_tokens):
                 self._look_ahead(tree, case)
 
@@ -146,7 +157,7 @@ class Thinner:
         """Return the batch, perhaps with more rows: queries of stages' last tokens that nobody has seen."""
         asked: list[tuple[Node, int, object]] = []
         for tree, case in self._cases.items():
-            for tip, observation in self._watched(tree, case):
+            for tip, observation in self._watched(tree, case) if _end(tree) is not None else ():
                 missing, path = observation.missing, self.kv.forest.path(tip)
                 if any(batch.computed(node) < min(len(node.tokens), observation.end - node.start) for node in path):
                     continue  # some of them will come by themselves
@@ -170,6 +181,8 @@ class Thinner:
                 self._watch_last(tree, case, end, batch)
             for tip, observation in self._watched(tree, case):
                 seen += self._take(observation, tip, batch)
+            lone = _lone(tree)
+            case.lone = None if lone is None else (lone, lone.end)
         return seen
 
     def see(self, hidden: Tensor) -> None:
@@ -218,21 +231,26 @@ class Thinner:
 
     def _watched(self, tree: BranchTree, case: _Case) -> list[tuple[Node, Observation]]:
         """Return where the paths end whose last queries are looked at for the next stage, and what takes these."""
-        end = _end(tree)
-        if tree.stage is None or end is None or (case.chosen is not None and not tree.num_thinned):
+        stage, end = tree.stage, _end(tree)
+        if stage is None or (case.chosen is not None and not tree.num_thinned):
             return []
+        if end is None:
+            end = _lone(tree)  # perhaps it comes near
+            if end is None or not AHEAD >= self._num_last(tree, case, stage) > stage - end.end:
+                return []
         watched: dict[Node | None, int] = {}
         if tree.given:  # those that have gone on from there meanwhile count as well
             needed = {node for tip in tree.tips() for node in self.kv.forest.path(tip)}
             watched.update((tip, stop) for tip, stop in tree.given.items() if tip in needed)
         config, runner = self.runner.model.config, self.runner
         observations: dict[Node | None, Observation] = {}
-        for tip, stop in (watched or {None: tree.stage}).items():
-            if tip not in case.observations:
-                first = stop - self._num_queries(case.policy, stop - (0 if tree.stump is None else tree.stump.end))
+        for tip, stop in (watched or {None: stage}).items():
+            observation = case.observations.get(tip)
+            if observation is None or observation.end != stop:
+                first = stop - self._num_last(tree, case, stop)
                 shape = (config.num_layers, config.num_heads, config.head_dim, first, stop)
-                case.observations[tip] = Observation(*shape, dtype=runner.dtype, device=runner.device)
-            observations[tip] = case.observations[tip]
+                observation = Observation(*shape, runner.dtype, runner.device, alone=tip is None)
+            observations[tip] = observation
         case.observations = observations  # without those of branches that are gone
         return [(end if tip is None else tip, observation) for tip, observation in observations.items()]
 
@@ -282,12 +300,13 @@ class Thinner:
         ]
         places = self.runner.places(slots)
         if tree.num_thinned or case.chosen is None:
-            chosen = self._choose(case, end.end, budgets, places)
+            observations = list(case.observations.values())
+            chosen = choose(self.runner, case.policy, observations, end.end, budgets, places)
         else:
             chosen = case.chosen
         if thinning.joint and not tree.num_thinned:
             case.chosen = chosen
-        thinned = list(map(self.runner.gather, places, chosen))
+        thinned = self.runner.gather(places, chosen)
         lengths = [tuple(both.shape[1] for both in parts) for parts in thinned]
         counts: list[Count] = [each if len(each) > 1 else each[0] for each in lengths]
         stump = kv.seal(kv.forest.path_tokens(end), tree.namespace, key)
@@ -307,65 +326,15 @@ class Thinner:
         self._last[stump] = case.last
         return num_preempted
 
-    def _choose(
-        self, case: _Case, end: int, budgets: Sequence[int], places: Sequence[Sequence[Tensor]]
-    ) -> list[Sequence[Tensor] | None]:
-        """Return which tokens each layer keeps of those up to position `end`, see `Runner.gather`."""
-        policy, num_heads = case.policy, self.runner.model.config.num_kv_heads
-        chosen: list[Sequence[Tensor] | None] = [None] * len(places)
-        scores: dict[tuple[int, int], dict[int, Tensor]] = {}  # by tokens and budget; by layer
-        for layer, (budget, parts) in enumerate(zip(budgets, places, strict=True)):
-            tokens = sum(map(len, parts)) * (num_heads // len(parts))
-            if num_heads * budget >= tokens:
-                continue
-            held = [self.runner.read(own, len(parts)) for own in parts]
-            # By observation, and by head where heads hold different tokens.
-            evidence, *beside = [
-                [self._evidence(observation, end, layer, head, *both) for head, both in enumerate(held)]
-                for observation in case.observations.values()
-            ]
-            if policy.per_head:
-                own = policy.keep_heads(evidence, budget, *beside)
-                alike = len(parts) == len(set(map(len, own))) == 1
-                chosen[layer] = [torch.stack(own)] if alike else [head[None] for head in own]
-            else:
-                scores.setdefault((tokens, budget), {})[layer] = policy.scores(
-                    evidence[0], budget, *(other[0] for other in beside)
-                )
-        for (_, budget), alike_layers in scores.items():  # a sort of many rows takes little longer than one of a few
-            best = top(torch.cat(list(alike_layers.values())), budget).split(num_heads)
-            for layer, which in zip(alike_layers, best, strict=True):
-                chosen[layer] = [which]
-        return chosen
-
-    def _evidence(
-        self, observation: Observation, end: int, layer: int, first_head: int, keys: Tensor, values: Tensor
-    ) -> Evidence:
-        """Return what a layer knows of its tokens up to position `end`, or some of its KV heads, from the first on."""
-        config, (num_tokens, num_heads, _) = self.runner.model.config, keys.shape
-        group = config.num_heads // config.num_kv_heads
-        heads = slice(first_head * group, (first_head + num_heads) * group)
-        return Evidence(
-            layer=sum(window is None for window in config.layer_windows[:layer]),
-            num_layers=config.layer_windows.count(None),
-            keys=keys,
-            values=values,
-            # NOTE: heads may hold different tokens of earlier stages, all of which lie before those of this one.
-            positions=torch.arange(end - num_tokens, end, device=keys.device),
-            queries=observation.queries[layer][:, heads],
-            query_positions=observation.positions,
-            lse=observation.lse[layer][:, heads],
-            scale=config.attention_scale,
-            soft_cap=config.attention_soft_cap,
-            rope=config.layer_ropes[layer],
-            first_head=first_head,
-        )
-
     def _counts(self, policy: KVSparsity, num_tokens: int) -> list[int]:
         """Return how many of so many tokens each layer keeps; those with a window of their own keep all."""
         windows = self.runner.model.config.layer_windows
         budgets = iter(policy.budgets(num_tokens, windows.count(None)))
         return [num_tokens if window is not None else next(budgets) for window in windows]
+
+    def _num_last(self, tree: BranchTree, case: _Case, stop: int) -> int:
+        """Return how many queries up to position `stop` are looked at, none of which has been thinned out."""
+        return self._num_queries(case.policy, stop - (0 if tree.stump is None else tree.stump.end))
 
     @staticmethod
     def _num_queries(policy: KVSparsity, num_tokens: int) -> int:
@@ -377,3 +346,14 @@ def _end(tree: BranchTree) -> Node | None:
     """Return a node that the end of the stage leads to, None if no branch holds one any more."""
     stage = tree.stage
     return None if stage is None else next((tip for tip in tree.tips() if tip.end >= stage), None)
+
+
+def _lone(tree: BranchTree) -> Node | None:
+    """Return the node in which all live branches end, None if they end in several."""
+    tips = set(tree.tips())
+    return tips.pop() if len(tips) == 1 else None
+
+
+def _goes_on(tree: BranchTree, tip: Node, end: int) -> bool:
+    """Whether the path to `tip`, the only one then, still has the tokens that it had up to position `end`."""
+    return len(tree.prompt_tokens) == tree.stage or (_lone(tree) is tip and tip.end >= end)

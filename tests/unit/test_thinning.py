@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import dense_logits, greedy, idle, tiny_llm, tiny_model
 
-from treewise import SamplingParams, generate, score
+from treewise import SamplingParams, generate, score, thinning
 from treewise.attention import METHODS
 from treewise.branch import DeadBranchError
 from treewise.kv import KVManager
@@ -24,7 +24,6 @@ from treewise.sparsity.policy import KVSparsity
 from treewise.sparsity.scorers import SnapKV
 from treewise.speculate.ngram import NgramDrafter
 from treewise.speculate.speculator import Speculator
-from treewise.thinning import Thinner
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_engine_fuzz import TOLERANCE, Mischief, Script, operations, small, step_to_the_end
@@ -229,6 +228,55 @@ def test_lone_branches_stay_within_their_budget(policy, options):
     idle(llm)
 
 
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "keydiff", "pyramidinfer"])
+def test_steady_decoding_leaves_the_queries_that_a_stage_looks_at(name, monkeypatch):
+    policy = KVSparsity.named(name, budget=16, window=4, sinks=1, every=7)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(thinning, "AHEAD", 0)
+        expected = tiny_llm(MODEL, kv_sparsity=policy).generate(PROMPTS, params)
+    llm = tiny_llm(MODEL, kv_sparsity=policy)
+    runner, sizes = llm.engine.runner, []
+    compute = runner._compute
+
+    def computed(tokens, positions, slots, plans, wanted=None, seen=()):
+        sizes.append((len(tokens), len(seen)))
+        return compute(tokens, positions, slots, plans, wanted, seen)
+
+    monkeypatch.setattr(runner, "_compute", computed)
+    outputs = llm.generate(PROMPTS, params)
+    assert told(outputs) == told(expected)
+    decoding = sizes[-39:]
+    assert max(decoding) == (len(PROMPTS), 0), "no row is computed again, and nobody looks into a forward"
+    idle(llm)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_queries_are_those_of_the_path_that_comes_to_the_stage(looks_ahead, monkeypatch):
+    policy, seen = KVSparsity.named("snapkv", budget=16, window=6, sinks=1, every=12), []
+    one, two, three = (SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (8, 2, 25))
+
+    async def program(root):
+        await generate([root], one)  # some of the queries that the next stage looks at
+        branches = root.fork(2)
+        for number, branch in enumerate(branches):
+            branch.append([40 + number])
+        await generate(branches, two)
+        branches[seen[-1][0]].prune()
+        last = branches[1 - seen[-1][0]]
+        await generate([last], three)
+        seen[-1].append(last.path_tokens)
+
+    for pruned in (0, 1):
+        for ahead in (0, 64):
+            monkeypatch.setattr(thinning, "AHEAD", ahead)
+            seen.append([pruned])
+            llm = tiny_llm(MODEL, kv_sparsity=policy, looks_ahead=looks_ahead)
+            llm.run(program, [PROMPTS[0]])
+            idle(llm)
+    assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
+
+
 @pytest.mark.parametrize("every", [None, 8])
 def test_heads_by_themselves_are_heads_together(every, monkeypatch):
     policy = KVSparsity("snapkv", Ada(floor=1.0), budget=16, window=4, first_full=1, every=every)
@@ -245,11 +293,11 @@ def test_heads_by_themselves_are_heads_together(every, monkeypatch):
 
 def test_heads_lose_different_tokens_stage_by_stage(monkeypatch):
     policy, prompt = KVSparsity.named("adakv", budget=14, window=3, sinks=1, every=6), PROMPTS[2]
-    config, choose = MODEL.config, Thinner._choose
+    config, choose = MODEL.config, thinning.choose
     ends, held = [len(prompt) + 6 * stage for stage in range(5)], []  # by stage, layer and head
 
-    def chosen_of(thinner, case, end, budgets, places):
-        stage, chosen = [], choose(thinner, case, end, budgets, places)
+    def chosen_of(runner, policy, observations, end, budgets, places):
+        stage, chosen = [], choose(runner, policy, observations, end, budgets, places)
         begin = (0, *ends)[len(held)]
         assert end == ends[len(held)]
         for layer, which in enumerate(chosen):
@@ -262,7 +310,7 @@ def test_heads_lose_different_tokens_stage_by_stage(monkeypatch):
         held.append(stage)
         return chosen
 
-    monkeypatch.setattr(Thinner, "_choose", chosen_of)
+    monkeypatch.setattr(thinning, "choose", chosen_of)
     llm = tiny_llm(MODEL, kv_sparsity=policy)
     [out] = llm.generate([prompt], SamplingParams(max_tokens=28, temperature=0, ignore_eos=True))
     tokens = [*prompt, *out.outputs[0].token_ids]
