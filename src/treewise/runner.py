@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treewise.attention import AttentionSpec, Plan, TreeSpec, get_backend, plan_tree, run_plan
 from treewise.batch import Batch
-from treewise.graphs import GraphCache, Kind, Plans
+from treewise.graphs import GraphCache, Kind, Plans, padded
 from treewise.kv import Copy, Kept, KVManager, Slots
 from treewise.models import CausalLM
 from treewise.ops import Heads, rotate_and_store
@@ -260,7 +260,7 @@ class Runner:
         replays = self.graphs is not None and batch.is_decoding and not within
         hidden = self.graphs.run(rows, plans) if self.graphs is not None and replays else None
         if hidden is None:
-            hidden = self._compute(*rows, plans, None if self.watchers else wanted, within)
+            hidden = self._compute(rows[0], rows[1], rows[2], plans, None if self.watchers else wanted, within)
             wanted = wanted if self.watchers else None
         if left is not None:
             for each in seen:
@@ -298,6 +298,11 @@ class Runner:
         if self.graphs is not None:
             plans = self._plan(tree, self._any_slots(tree), room=self.room if grows else 0)
             self.graphs.make_ready(rows, 3, plans)
+
+    def make_ready_for(self, batch: Batch, kv: KVManager) -> None:
+        """Capture a graph for steps such as `batch`, unless there is one."""
+        if self.graphs is not None:
+            self.graphs.make_ready(padded(batch.num_rows), 3, self.plan(batch, kv))
 
     def _any_slots(self, tree: TreeSpec) -> Slots:
         return np.arange(tree.num_tokens, dtype=np.int32) % self.k.shape[1]

@@ -105,6 +105,13 @@ class Thinner:
         if policy.every is not None:
             self.runner.leave_queries()
 
+    def kept_of(self, policy: KVSparsity, num_tokens: int) -> list[Count] | None:
+        """Return how many tokens of such a prompt each layer keeps, in heads that differ as many; None if all."""
+        counts, heads = self._counts(policy, num_tokens), self.runner.model.config.num_kv_heads
+        if all(count == num_tokens for count in counts):
+            return None
+        return [(count,) * heads if policy.per_head and count < num_tokens else count for count in counts]
+
     @property
     def num_bytes(self) -> int:
         """Bytes of what is kept beside keys and values: queries that wait for the end of a stage, and last tokens."""
