@@ -65,11 +65,11 @@ def kv(
         aware: the question stands in the prompt that is compressed; agnostic: it is asked after; next: a second
         question comes after a cache that was compressed with the first.
     tokens
-        Length of the texts: 640; 384 if quick.
+        Length of the texts: 512; 384 if quick.
     seeds
-        Texts of each task: 5; 2 if quick.
+        Texts of each task: 4; 2 if quick.
     selection_seeds
-        Other texts of each task, which tell whether the model can solve it at all: 4; 2 if quick.
+        Other texts of each task, which tell whether the model can solve it at all: 3; 2 if quick.
     new_tokens
         Length of the continuations that are compared, at least: 24.
     branches
@@ -164,7 +164,7 @@ def _bar(total: int) -> Iterator[Any]:
             nonlocal whole, said
             whole += part
             bar.update(line, completed=whole, description=what)
-            if bar.disable and whole * LINES // total > said:
+            if bar.disable and (whole * LINES // total > said or whole == part):
                 said = whole * LINES // total
                 left = (perf_counter() - start) * (total - whole) / whole
                 print(f"{whole / total:.0%} done, {left / 60:.0f} minutes to go", file=sys.stderr, flush=True)
