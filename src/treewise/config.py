@@ -418,6 +418,10 @@ class SparsityOptions:
         Decoded tokens after which a branch is brought back to its budget.
     kv_joint : bool
         Let all branches that a program begins with look at the prompt first.
+    kv_trigger : str
+        prompt: when the prompt has been computed; pressure: only where the pool is short.
+    kv_action : str
+        evict, or hide: what is not kept is read no more, and its memory not freed.
     """
 
     kv_sparsity: str | None = None
@@ -427,6 +431,8 @@ class SparsityOptions:
     kv_first_full: int | None = None
     kv_every: int | None = None
     kv_joint: bool | None = None
+    kv_trigger: str | None = None
+    kv_action: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return what was given of the fields of `KVSparsity`.

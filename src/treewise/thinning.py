@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -13,6 +14,7 @@ from torch import Tensor
 from treewise.batch import Batch
 from treewise.branch import BranchTree
 from treewise.kv import ContiguousPool, Count, KVManager, Thinning
+from treewise.kv.kept import num_pages
 from treewise.plan.data import upload_together
 from treewise.runner import Runner
 from treewise.sparsity.observation import Observation, Seen
@@ -22,6 +24,10 @@ from treewise.tree import Node
 
 AHEAD = 64
 """Most queries that are kept as they come along, before the stage has come at which they are looked at."""
+NEVER = sys.maxsize
+"""The length of a path that nobody thins out as long as the pool is not short."""
+BETWEEN = 64
+"""Tokens that a path gains before it is thinned out again where the pool is short, if the policy does not say."""
 MOST_HEADS = 2**31 - 1
 """Keys of single heads that a pool may have in all layers: so many numbers an int32 has."""
 
@@ -92,10 +98,10 @@ class Thinner:
             reasons.append("the pool 'contiguous' does not lend slots; choose 'paged'")
         if len(self.runner.followers) > 1:
             reasons.append("the drafter has keys of its own, which would not follow; choose 'ngram' or 'medusa'")
-        if getattr(policy.scoring, "second_pass", False):
+        if policy.second_pass and (policy.every is not None or policy.trigger == "pressure"):
+            setting = "every" if policy.trigger == "prompt" else "trigger"
             reasons.append(
-                f"{policy.scoring!r} scores by queries of a second pass over the prompt, which is not made; "
-                "choose 'expected_attention' or 'keydiff', which do not ask what will be looked for either"
+                f"{setting}: {policy.scoring!r} reads a prompt twice, and cannot read again what was decoded"
             )
         if reasons:
             raise ValueError(f"kv_sparsity: {'; '.join(reasons)}")
@@ -131,11 +137,13 @@ class Thinner:
         """
         self.check(policy)
         first, most = num_tokens, self.runner.model.config.max_positions
-        while all(count == first for count in self._counts(policy, first)):
+        if policy.trigger == "pressure":
+            first = NEVER
+        while first < NEVER and all(count == first for count in self._counts(policy, first)):
             if policy.every is None or first + policy.every > most:
                 return None
             first += policy.every
-        joint = policy.joint and first == num_tokens
+        joint = (policy.joint or policy.second_pass) and first == num_tokens
         return Thinning(policy.key, self._num_queries(policy, num_tokens), first, joint)
 
     def add(self, tree: BranchTree, policy: KVSparsity) -> None:
@@ -149,8 +157,8 @@ class Thinner:
         """Forget a tree that has ended."""
         self._cases.pop(tree, None)
 
-    def begin(self) -> None:
-        """Begin a step: trees that have lost what was left of their keys start anew."""
+    def begin(self, trees: Iterable[BranchTree]) -> None:
+        """Begin a step of all `trees`: those that have lost what was left of their keys start anew."""
         for tree, case in self._cases.items():
             if tree.stump is not None and tree.stump not in self.kv.kept:
                 tree.regrow()
@@ -159,6 +167,8 @@ class Thinner:
                 case.observations.pop(None, None)
             if case.num_reached == tree.num_thinned < len(tree.stages) and tree.stages[-1] > len(tree.prompt_tokens):
                 self._look_ahead(tree, case)
+        if any(case.policy.trigger == "pressure" for case in self._cases.values()):
+            self._relieve(trees)
 
     def look_back(self, batch: Batch) -> Batch:
         """Return the batch, perhaps with more rows: queries of stages' last tokens that nobody has seen."""
@@ -226,15 +236,41 @@ class Thinner:
     def _plan_stage(self, tree: BranchTree, case: _Case) -> None:
         """Say where the next stage will be, if `tree` has never been as far."""
         case.num_reached = max(case.num_reached, tree.num_thinned)
-        if case.policy.every is not None and case.num_reached == len(tree.stages):
-            tree.stages.append(tree.stages[-1] + case.policy.every)
+        if case.num_reached == len(tree.stages):
+            if case.policy.trigger == "pressure":
+                tree.stages.append(NEVER)
+            elif case.policy.every is not None:
+                tree.stages.append(tree.stages[-1] + case.policy.every)
 
     def _look_ahead(self, tree: BranchTree, case: _Case) -> None:
         """Put the next stage off while several branches come to it, which share what is left of the path."""
-        assert case.policy.every is not None
         tips = list(tree.tips())
         while len(tips) > 1 and tree.stages[-1] <= max(tip.end for tip in tips):
-            tree.stages[-1] += case.policy.every
+            waits = case.policy.every is None or case.policy.trigger == "pressure"
+            tree.stages[-1] = NEVER if waits else tree.stages[-1] + (case.policy.every or 0)
+
+    def _relieve(self, trees: Iterable[BranchTree]) -> None:
+        """Where the pool may soon be short, say that lone paths are thinned out two tokens from now, the last first."""
+        kv, size = self.kv, self.kv.pool.page_size
+        tips = {tip for tree in trees for tip in tree.tips()}
+        lacking = {node for tip in tips for node in kv.forest.path(tip) if node.computed < len(node.tokens)}
+        wanted = 2 * size * len(tips) + sum(len(node.tokens) - node.computed for node in lacking)
+        if kv.pool.num_free >= wanted or (wanted := wanted - kv.pool.num_free - kv.num_evictable()) <= 0:
+            return
+        pressed = [tree for tree, case in self._cases.items() if case.policy.trigger == "pressure"]
+        for tree in sorted(pressed, key=attrgetter("rank"), reverse=True):
+            case, tip = self._cases[tree], _lone(tree)
+            if wanted <= 0:
+                break
+            if tip is None or tree.stage is None or not tip.computed + 1 >= len(tip.tokens):
+                continue
+            stage, before = tip.end + 2, 0 if tree.stump is None else tree.stump.end
+            counts = self.kept_of(case.policy, stage)
+            if tree.stage < NEVER:
+                wanted -= stage  # it is about to
+            elif counts is not None and stage - before >= (case.policy.every or BETWEEN if before else 1):
+                tree.stages[-1] = stage
+                wanted -= kv.num_held([tip]) - num_pages(counts, size) * size
 
     def _watched(self, tree: BranchTree, case: _Case) -> list[tuple[Node, Observation]]:
         """Return where the paths end whose last queries are looked at for the next stage, and what takes these."""
@@ -249,6 +285,8 @@ class Thinner:
         if tree.given:  # those that have gone on from there meanwhile count as well
             needed = {node for tip in tree.tips() for node in self.kv.forest.path(tip)}
             watched.update((tip, stop) for tip, stop in tree.given.items() if tip in needed)
+        if case.policy.second_pass:  # behind the prompt, all but the token whose logits nobody asks for
+            watched = {tip: stop - 1 for tip, stop in watched.items() if stop > stage}
         config, runner = self.runner.model.config, self.runner
         observations: dict[Node | None, Observation] = {}
         for tip, stop in (watched or {None: stage}).items():
@@ -319,13 +357,14 @@ class Thinner:
         stump = kv.seal(kv.forest.path_tokens(end), tree.namespace, key)
         tree.stand_on(stump, end)
         self._plan_stage(tree, case)
-        kept, num_preempted = kv.keep(stump, counts), 0
+        least = stump.end if case.policy.action == "hide" else 0
+        kept, num_preempted = kv.keep(stump, counts, least), 0
         for other in sorted(trees, key=attrgetter("rank"), reverse=True):
             if kept is not None or other.rank <= tree.rank:
                 break
             if not other.unsettled:  # else what it has decoded has no place in the forest yet
                 num_preempted += kv.preempt(other.tips())
-                kept = kv.keep(stump, counts)
+                kept = kv.keep(stump, counts, least)
         if kept is None:  # it starts anew with the next step
             return num_preempted
         self.runner.move(kv)
@@ -341,11 +380,15 @@ class Thinner:
 
     def _num_last(self, tree: BranchTree, case: _Case, stop: int) -> int:
         """Return how many queries up to position `stop` are looked at, none of which has been thinned out."""
+        if case.policy.second_pass:
+            return len(tree.prompt_tokens)
         return self._num_queries(case.policy, stop - (0 if tree.stump is None else tree.stump.end))
 
     @staticmethod
     def _num_queries(policy: KVSparsity, num_tokens: int) -> int:
-        """Return how many of the last queries are looked at where a stage has so many tokens; one at least."""
+        """Return how many of a path's last queries are looked at where a stage has so many tokens; one at least."""
+        if policy.second_pass:
+            return 1
         return max(1, num_tokens if policy.num_queries is None else min(policy.num_queries, num_tokens))
 
 
