@@ -378,6 +378,7 @@ class Speculation:
     drafter : str
         Who guesses: ``"ngram"`` looks for what followed the same words before, in the request's own tree;
         ``"ngram:shared"`` in all requests of a namespace; ``"draft:MODEL"``, a smaller model with the same tokens;
+        ``"self:POLICY"``, the model itself over a part of its keys, as a policy of KV sparsity chooses them;
         ``"medusa:FOLDER"`` and ``"eagle:FOLDER"``, heads that read the model's own states.
     tree_size : int
         The most guesses for one branch and step, at most 256.

@@ -275,6 +275,35 @@ class Runner:
         return self.queries if self.queries is not None and num_rows <= self.queries.shape[1] else None
 
     @torch.inference_mode()
+    def read_aside(self, rows: Ints, tree: TreeSpec, slots: Slots) -> Tensor:
+        """Compute rows over some of the keys that are there, beside the step under way; returns the logits of all.
+
+        Moves that are due must have been made.
+
+        Parameters
+        ----------
+        rows : int64 [3, rows]
+            Tokens, positions, and where the keys of each go.
+        tree : TreeSpec
+            What they see, the rows as its queries.
+        slots : Slots
+            Of the tree's tokens.
+        """
+        self._planned = None  # a captured graph keeps what it has run last
+        if self.stems is not None:
+            self.stems.forget()
+        plans = self._plan(tree, slots, room=0)
+        unsent = [plan for plan in plans.values() if plan.unsent]
+        there = iter(upload_together([rows.ravel(), *(part for plan in unsent for part in plan.unsent)], self.device))
+        inputs = next(there).view(rows.shape)
+        for plan in unsent:
+            plan.receive(there)
+        hidden = None if self.graphs is None else self.graphs.run(inputs, plans)
+        if hidden is None:
+            hidden = self._compute(inputs[0], inputs[1], inputs[2], plans)
+        return self.model.logits(hidden)
+
+    @torch.inference_mode()
     def rehearse(self, tree: TreeSpec) -> None:
         """Compute the queries of a tree that nobody has asked for, so that kernels are compiled.
 

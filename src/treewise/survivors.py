@@ -75,6 +75,26 @@ def choose(
     return chosen
 
 
+def score_together(runner: Runner, policy: KVSparsity, observation: Observation, places: Tensor) -> Tensor:
+    """Return the scores of a path's first tokens, added up over all layers and KV heads, float32 [tokens].
+
+    Parameters
+    ----------
+    runner : Runner
+    policy : KVSparsity
+    observation : Observation
+        Its last queries.
+    places : Tensor [tokens], int64
+        The slots of all its tokens, up to where the observation ends, in the first layer.
+    """
+    total = torch.zeros(len(places), device=places.device)
+    for layer in range(runner.model.config.num_layers):
+        both = runner.read(places + layer * runner.k.shape[1])
+        evidence = _evidence(runner, observation, len(places), [layer], 0, both)
+        total += policy.scoring.scores(evidence).sum(0)
+    return total
+
+
 def _together(policy: KVSparsity, budgets: Sequence[int], places: Places, num_heads: int) -> Iterator[list[int]]:
     """Yield the layers that lose tokens, those that are scored at once together."""
     alike: dict[tuple[int, int], list[int]] = {}

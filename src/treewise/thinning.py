@@ -96,8 +96,6 @@ class Thinner:
             reasons.append(f"the pool has {heads} keys of single heads, of which {MOST_HEADS} can have a number")
         if isinstance(self.kv.pool, ContiguousPool):
             reasons.append("the pool 'contiguous' does not lend slots; choose 'paged'")
-        if len(self.runner.followers) > 1:
-            reasons.append("the drafter has keys of its own, which would not follow; choose 'ngram' or 'medusa'")
         if policy.second_pass and (policy.every is not None or policy.trigger == "pressure"):
             setting = "every" if policy.trigger == "prompt" else "trigger"
             reasons.append(

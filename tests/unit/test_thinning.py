@@ -517,7 +517,7 @@ def test_what_is_hidden_is_not_freed():
 
 @torch.inference_mode()
 def kept_by_second_pass(prompt, again, policy):
-    """Return the tokens that each layer and KV head keeps of a prompt by what its repetition, read behind it, looks at."""
+    """Return the tokens that each layer and KV head keeps of a prompt by what a repetition of it looks at."""
     config, num_given, layers = MODEL.config, len(prompt), []
     tokens = [*prompt, *again]
     n = len(tokens)

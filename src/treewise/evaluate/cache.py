@@ -151,7 +151,7 @@ class OfflineCache:
         return other
 
     def without(self, count: int) -> Self:
-        """Return a copy that has not read the last `count` tokens, of which all are held; it cannot tell what follows."""
+        """Return a copy that has not read the last `count` tokens, all of which are held, nor knows what follows."""
         other = self.copy()
         if count:
             other.tokens = self.tokens[:-count]
