@@ -65,13 +65,13 @@ def kv(
         aware: the question stands in the prompt that is compressed; agnostic: it is asked after; next: a second
         question comes after a cache that was compressed with the first.
     tokens
-        Length of the texts: 512; 384 if quick.
+        Length of the texts: 640; 384 if quick.
     seeds
         Texts of each task: 4; 2 if quick.
     selection_seeds
-        Other texts of each task, which tell whether the model can solve it at all: 3; 2 if quick.
+        Other texts of each task, which tell whether the model can solve it at all: 2.
     new_tokens
-        Length of the continuations that are compared, at least: 24.
+        Length of the continuations that are compared, at least: 16.
     branches
         Branches of one prompt that share what they keep, at most 8: 6; 3 if quick; 0 for none.
     branch_policy

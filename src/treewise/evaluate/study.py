@@ -71,10 +71,10 @@ class Study:
     budgets: tuple[int | float, ...] = (160, 320)
     tasks: tuple[str, ...] = tuple(TASKS)
     modes: tuple[str, ...] = tuple(MODES)
-    tokens: int = 512
+    tokens: int = 640
     seeds: int = 4
-    selection_seeds: int = 3
-    new_tokens: int = 24
+    selection_seeds: int = 2
+    new_tokens: int = 16
     branches: int = 6
     branch_policy: str = "snapkv:window=8"
 
