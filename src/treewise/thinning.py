@@ -190,15 +190,26 @@ class Thinner:
         """Return who takes queries of the rows of `batch`, which may want more logits from now on."""
         self._ending = []
         self._asked = [(node, place) for node, place in batch.asked() if node in self.kv.kept]
-        seen = []
+        taken: list[tuple[Observation, dict[int, int]]] = []
         for tree, case in self._cases.items():
             if (end := _end(tree)) is not None:
                 self._watch_last(tree, case, end, batch)
             for tip, observation in self._watched(tree, case):
-                seen += self._take(observation, tip, batch)
+                rows = self._rows(observation, tip, batch)
+                if rows:
+                    observation.missing.difference_update(rows)
+                    taken.append((observation, rows))
             lone = _lone(tree)
             case.lone = None if lone is None else (lone, lone.end)
-        return seen
+        if not taken:
+            return []
+        numbers = [
+            np.array(each, np.int64)
+            for observation, rows in taken
+            for each in (list(rows.values()), [position - observation.first for position in rows])
+        ]
+        there = upload_together(numbers, self.runner.device)
+        return [Seen(observation, *there[2 * i : 2 * i + 2]) for i, (observation, _) in enumerate(taken)]
 
     def see(self, hidden: Tensor) -> None:
         """Take what comes of stages' last tokens from the forward's rows [logit rows, hidden], or put it there."""
@@ -309,20 +320,15 @@ class Thinner:
         if (row := batch.row(node, tree.stage - 1 - node.start)) is not None:
             self._ending.append((case, batch.want_logits(row)))
 
-    def _take(self, observation: Observation, tip: Node, batch: Batch) -> list[Seen]:
-        """Return what takes queries of the path to `tip`, if there are any."""
-        rows: dict[int, int] = {}  # by position
+    def _rows(self, observation: Observation, tip: Node, batch: Batch) -> dict[int, int]:
+        """Return the rows of the path to `tip` whose queries are looked at, by their positions."""
+        rows: dict[int, int] = {}
         for node in self.kv.forest.path(tip):
             begin = max(0, observation.first - node.start)
             for offset in range(begin, min(len(node.tokens), observation.end - node.start)):
                 if (row := batch.row(node, offset)) is not None:
                     rows[node.start + offset] = row
-        if not rows:
-            return []
-        observation.missing.difference_update(rows)
-        places = np.array(list(rows), np.int64) - observation.first
-        there = upload_together([np.array(list(rows.values()), np.int64), places], self.runner.device)
-        return [Seen(observation, *there)]
+        return rows
 
     def _thin_out(self, tree: BranchTree, case: _Case, end: Node, trees: Iterable[BranchTree]) -> int:
         """Thin out the path to `end`; return how many other trees have given way."""
