@@ -75,7 +75,8 @@ class DecodeRun:
         self.task = task
         self.controller = controller = operation.controller
         self._ranking = controller if isinstance(controller, Ranking) and controller.ranks else None
-        self._observe = controller.observe if isinstance(controller, Drawing) else None
+        self._drawing = controller if isinstance(controller, Drawing) else None
+        self._observe = None if self._drawing is None else self._drawing.observe
         self.stopping = stopping = operation.controller.stopping
         self._has_listeners = self._observe is not None or stopping.grammar is not None
         self._end_tokens = stopping.end_token_ids(limits.eos_token_ids)
@@ -146,8 +147,8 @@ class DecodeRun:
     @property
     def drawing(self) -> SamplingParams | None:
         """How the next tokens are drawn, if the controller does nothing else."""
-        controller = self.controller
-        return controller.params if isinstance(controller, Drawing) and controller.draws(self.depth) else None
+        controller = self._drawing
+        return controller.params if controller is not None and controller.draws(self.depth) else None
 
     @property
     def is_foreseeable(self) -> bool:
@@ -160,7 +161,7 @@ class DecodeRun:
     @property
     def speculates(self) -> bool:
         """Whether what follows leaves may be guessed."""
-        return isinstance(self.controller, Drawing) and not self.controller.in_step
+        return self._drawing is not None and not self._drawing.in_step
 
     def stem(self, lane: Lane | Thicket, place: int) -> Stem | None:
         """Return the leaf of `lane` as drafters see it, None if nothing is to be guessed of what follows it.
@@ -266,7 +267,7 @@ class DecodeRun:
         numbers = [each.number for each in drawn.values()]
         if not choices.invalid.isdisjoint(numbers):
             raise InvalidLogits
-        candidates = self._candidates(choices, numbers, [each.place for each in drawn.values()])
+        candidates = self._candidates(choices, numbers, (each.place for each in drawn.values()))
         for leaf, number, best in zip(drawn, numbers, candidates, strict=True):
             if self._has_listeners:
                 self._tell(leaf, choices, number)
@@ -281,7 +282,7 @@ class DecodeRun:
         first = drawn.number + 1
         right = draft.right(choices.tokens[drawn.number : first + len(draft.rows)])
         numbers = [first + node for node in right]
-        candidates = self._candidates(choices, numbers, [(drawn.place[0], draft.first + node) for node in right])
+        candidates = self._candidates(choices, numbers, ((drawn.place[0], draft.first + node) for node in right))
         for node, number, best in zip(right, numbers, candidates, strict=True):
             draft.accepted.append(node)
             if leaf.finish_reason is not None:
@@ -303,14 +304,13 @@ class DecodeRun:
         self._accept(leaf, choices.tokens[number])
 
     def _candidates(
-        self, choices: Chosen, numbers: Sequence[int], places: Sequence[tuple[Tensor, int]]
+        self, choices: Chosen, numbers: Sequence[int], places: Iterable[tuple[Tensor, int]]
     ) -> Sequence[Candidates | None]:
         """Return what was likely where choices were made, from the logits at `places`, if asked for."""
         if self.stopping.logprobs is None or not numbers:
             return [None] * len(numbers)
-        return ranked(
-            log_probs(gather_rows(places)), [choices.tokens[number] for number in numbers], self.stopping.logprobs
-        )
+        tokens = [choices.tokens[number] for number in numbers]
+        return ranked(log_probs(gather_rows(list(places))), tokens, self.stopping.logprobs)
 
     def _row(self, leaf: Branch, params: SamplingParams, penalised: bool) -> SamplingRow:
         track = self.tracks[leaf]
@@ -336,7 +336,7 @@ class DecodeRun:
 
     def _check_lengths(self) -> None:
         for lane, leaf in self._lanes.items():
-            if leaf.alive and leaf.num_tokens != lane.end:
+            if leaf.num_tokens != lane.end and leaf.alive:
                 raise ValueError(
                     f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
                 )
@@ -406,12 +406,14 @@ class DecodeRun:
         leaves = depth_first(leaf for leaf in [*self.finished, *self.leaves] if leaf.alive)
         return sorted(leaves, key=lambda leaf: self.tracks[leaf].place)
 
-    @uncollected
     def settle(self) -> None:
         """Make branches of what was decoded, as all but this may look at them from now on."""
-        thicket, self._thicket = self._thicket, None
-        if thicket is None:
-            return
+        if self._thicket is not None:
+            self._settle(self._thicket)
+
+    @uncollected
+    def _settle(self, thicket: Thicket) -> None:
+        self._thicket = None
         self.task.tree.unsettled.pop(self.settle, None)
         old = [self.tracks[leaf] for leaf in self.leaves]
         rows, ended, fallen = settle(thicket, self.leaves, self.given, type(self.controller).__name__)
