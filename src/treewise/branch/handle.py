@@ -43,6 +43,8 @@ class Branch:
         Log-probability of each own token where the model chose it, None where it was given.
     logprob : float
         Sum of the log-probabilities over the whole path.
+    alive : bool
+        Whether the branch was neither pruned nor ended with its program; `state` says what became of it.
     finish_reason : {"stop", "length"} or None
         Why decoding ended here last.
     stop_reason : str or int or None
@@ -72,6 +74,7 @@ class Branch:
     num_forks = 0
     num_children = 0  # of which were not pruned
     state: str = "live"
+    alive = True
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     hidden_tail = 0  # characters of a stop string at the end of the text
@@ -226,11 +229,6 @@ class Branch:
     # ------------------------------------------------------------------ what it knows
 
     @property
-    def alive(self) -> bool:
-        """Whether the branch was neither pruned nor ended with its program."""
-        return self.state == "live"
-
-    @property
     def pruned(self) -> bool:
         """Whether the branch was given up."""
         return self.state.startswith(PRUNED)
@@ -348,7 +346,7 @@ class Branch:
         DeadBranchError
             It was pruned, or its program has ended.
         """
-        if self.state != "live":
+        if not self.alive:
             raise DeadBranchError(f"branch {self.path} is not alive: {self.state}")
 
     def end(self) -> Node:
