@@ -32,10 +32,19 @@ ROOM = 32
 
 @dataclass(frozen=True, eq=False)
 class Move(Copy):
-    """A copy whose slots are known on the device too."""
+    """A copy whose slots are known on the device too: `there` [2, tokens], sources and targets."""
 
-    source_there: Tensor
-    target_there: Tensor
+    there: Tensor
+
+    @property
+    def source_there(self) -> Tensor:
+        """The sources on the device."""
+        return self.there[0]
+
+    @property
+    def target_there(self) -> Tensor:
+        """The targets on the device."""
+        return self.there[1]
 
 
 class Tap(NamedTuple):
@@ -305,7 +314,7 @@ class Runner:
     def _move(self, copies: Sequence[Copy], there: Iterator[Tensor]) -> None:
         """Let everybody follow copies, whose slots come next of what is on the device."""
         for copy in copies:
-            move = Move(copy.source, copy.target, next(there), next(there))
+            move = Move(copy.source, copy.target, next(there).view(2, -1))
             for follow in self.followers:
                 follow(move)
 
@@ -314,7 +323,7 @@ class Runner:
 
         Along a dimension within a large tensor `index_copy_` would start a kernel for each two gigabytes of it.
         """
-        source, target = ((self._starts + slots).view(-1) for slots in (move.source_there, move.target_there))
+        source, target = (self._starts + move.there[:, None]).flatten(1).unbind()
         self._rows.index_copy_(0, target, self._rows.index_select(0, source))
 
     def places(self, slots: Sequence[Sequence[Slots]]) -> list[list[Tensor]]:
@@ -467,7 +476,7 @@ class Runner:
 
 
 def _indices(copies: Sequence[Copy]) -> list[Slots]:
-    return [slots for copy in copies for slots in (copy.source, copy.target)]
+    return [np.concatenate((copy.source, copy.target)) for copy in copies]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
