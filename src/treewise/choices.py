@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,49 +16,34 @@ from treewise.ops import INTERPRETED
 from treewise.sampler import SamplingRow, edited_logits, random_words, sample
 
 
-class Choice(NamedTuple):
-    """The next token of one row.
-
-    Attributes
-    ----------
-    token : int
-    logprob : float
-        Its natural log-probability by the raw logits.
-    valid : bool
-        Whether the logits were numbers; the rest means nothing otherwise.
-    certainty : float
-        How far the raw logits' distribution is from uniform, see `treewise.search.self_certainty`.
-    """
-
-    token: int
-    logprob: float
-    valid: bool
-    certainty: float
-
-
 class Chosen:
-    """Choices that the host knows, each made when it is asked for.
+    """Choices that the host knows, as lists by row.
 
     Parameters
     ----------
     fields : float64 [rows, 4]
-        Those of each `Choice`.
+        Of each row the token, its log-probability, whether the logits were numbers, and the certainty.
+
+    Attributes
+    ----------
+    tokens : list of int
+        Without meaning in invalid rows, as all else is.
+    logprobs : list of float
+        Their natural log-probabilities by the raw logits.
+    invalid : frozenset of int
+        The rows whose logits were not numbers.
     """
 
     def __init__(self, fields: NDArray[np.float64]) -> None:
-        self._fields = fields
+        tokens, logprobs, valid, self._certainties = fields.T
+        self.tokens: list[int] = tokens.astype(np.int64).tolist()
+        self.logprobs: list[float] = logprobs.tolist()
+        self.invalid = frozenset[int]() if valid.all() else frozenset(np.flatnonzero(valid == 0).tolist())
 
-    def __len__(self) -> int:
-        return len(self._fields)
-
-    def __getitem__(self, row: int) -> Choice:
-        """Return the choice of one row."""
-        token, logprob, valid, certainty = self._fields[row].tolist()
-        return Choice(int(token), logprob, bool(valid), certainty)
-
-    def tokens(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return the tokens of rows ``start`` to ``end``."""
-        return self._fields[start:end, 0].astype(np.int64)
+    @cached_property
+    def certainties(self) -> list[float]:
+        """How far the raw logits' distributions are from uniform, see `treewise.search.self_certainty`."""
+        return cast(list[float], self._certainties.tolist())
 
 
 class Choices:
@@ -67,7 +53,7 @@ class Choices:
     ----------
     tokens : Tensor [rows], int64
     choices : Tensor [rows, 4], float64
-        The fields of each row's `Choice`.
+        What `Chosen` tells of each row.
     """
 
     def __init__(self, tokens: Tensor, choices: Tensor) -> None:

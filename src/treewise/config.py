@@ -90,6 +90,9 @@ class ModelConfig:
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
+# To ask for an abstract class alone takes several times as long.
+INTEGRAL, REAL = (int, Integral), (float, int, Real)
+
 GREEDY_TEMPERATURE = 1e-3
 """At or below this temperature sampling is greedy: the two differ only where logits all but tie."""
 
@@ -100,7 +103,7 @@ MAX_SEQUENCES = 8192
 def check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     """Refuse what is not a finite real number in ``[low, high]`` (``(low, high]`` with `open_low`)."""
     # NOTE: NaN fails every comparison, so the test asks for what is accepted, not for what is wrong.
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if isinstance(value, REAL) and not isinstance(value, bool):
         if low < float(value) <= high if open_low else low <= float(value) <= high:
             return
         kind = ""
@@ -111,7 +114,7 @@ def check_number(name: str, value: object, low: float, high: float, *, open_low:
 
 def check_integer(name: str, value: object, low: int | None = None, high: int | None = None, also: str = "") -> None:
     """Refuse what is not an integer in ``[low, high]``; `also` names further accepted values in the message."""
-    if isinstance(value, Integral) and not isinstance(value, bool):
+    if isinstance(value, INTEGRAL) and not isinstance(value, bool):
         if (low is None or low <= int(value)) and (high is None or int(value) <= high):
             return
         kind = ""
@@ -131,8 +134,8 @@ def _check_flag(name: str, value: object) -> None:
 
 def _items(name: str, value: object, what: str) -> tuple[Any, ...]:
     """`value` as a tuple: ``None`` is empty, and whatever cannot be listed is refused."""
-    if value is None:
-        return ()
+    if value is None or isinstance(value, list | tuple):
+        return tuple(value or ())
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be {what}, not {value!r} of type {type(value).__name__}")
     return tuple(value)

@@ -227,7 +227,7 @@ class Drawing:
         Whether all leaves go on by one token in each step; otherwise each goes on by itself, as fast as it can.
     observe : callable or None
         Called with the path of each leaf that is drawn for, and the self-certainty of the distribution before the
-        token, see `treewise.choices.Choice`.
+        token, see `treewise.choices.Chosen`.
     """
 
     params: SamplingParams

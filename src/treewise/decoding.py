@@ -15,7 +15,7 @@ from torch import Tensor
 from treewise.awaitables import Decode
 from treewise.branch import Branch
 from treewise.branch.walks import depth_first
-from treewise.choices import Choice, Choices, Chosen, choose
+from treewise.choices import Choices, Chosen, choose
 from treewise.config import SamplingParams
 from treewise.constraint import Constraint
 from treewise.controller import Drawing, Leaf, Leaves, Ranking, TreeView
@@ -75,7 +75,11 @@ class DecodeRun:
         self.task = task
         self.controller = controller = operation.controller
         self._ranking = controller if isinstance(controller, Ranking) and controller.ranks else None
-        self.stopping = operation.controller.stopping
+        self._drawing = controller if isinstance(controller, Drawing) else None
+        self._observe = None if self._drawing is None else self._drawing.observe
+        self.stopping = stopping = operation.controller.stopping
+        self._has_listeners = self._observe is not None or stopping.grammar is not None
+        self._end_tokens = stopping.end_token_ids(limits.eos_token_ids)
         self.limits = limits
         self.tracks: dict[Branch, _Track] = {}  # of all leaves
         self.given = set(operation.branches)
@@ -90,7 +94,6 @@ class DecodeRun:
         self._thicket: Thicket | None = None  # below `leaves`
         self._parts: list[Tensor] = []  # the logits of its rows, as far as they are there
         self._gained: list[Branch] = []  # in the last step
-        stopping = self.stopping
         stopping.check_vocabulary(limits.vocab_size)
         constraints: dict[tuple[int, ...], Constraint] = {}
         for i, branch in enumerate(operation.branches):
@@ -149,8 +152,8 @@ class DecodeRun:
     @property
     def drawing(self) -> SamplingParams | None:
         """How the next tokens are drawn, if the controller does nothing else."""
-        controller = self.controller
-        return controller.params if isinstance(controller, Drawing) and controller.draws(self.depth) else None
+        controller = self._drawing
+        return controller.params if controller is not None and controller.draws(self.depth) else None
 
     @property
     def is_foreseeable(self) -> bool:
@@ -163,7 +166,7 @@ class DecodeRun:
     @property
     def speculates(self) -> bool:
         """Whether what follows leaves may be guessed."""
-        return isinstance(self.controller, Drawing) and not self.controller.in_step
+        return self._drawing is not None and not self._drawing.in_step
 
     def stem(self, lane: Lane | Thicket, place: int) -> Stem | None:
         """Return the leaf of `lane` as drafters see it, None if nothing is to be guessed of what follows it.
@@ -192,14 +195,13 @@ class DecodeRun:
         if (params := self.drawing) is None:
             return []
         self.settle()
-        leaves = self._served()
+        leaves, penalised = self._served(), params.has_penalties
         logits, self._logits = self._logits, {}
         self._drawn = {}
         draws: list[tuple[SamplingRow, tuple[Tensor, int]]] = []
         for leaf in leaves:
             own = self._drawn[leaf] = _Draw(first + len(draws), logits[leaf], drafts.get(leaf))
-            row = self._row(leaf, params, params.has_penalties)
-            draws.append((row, own.place))
+            draws.append((self._row(leaf, params, penalised), own.place))
             if own.draft is not None:
                 rows = own.draft.sampling_rows(range(len(own.draft.rows)))
                 draws += [(guess, (own.place[0], own.draft.first + node)) for node, guess in enumerate(rows)]
@@ -248,7 +250,7 @@ class DecodeRun:
         self._gained = []
         assumed, self._assumed = self._assumed, {}
         try:
-            self._reveal([(leaf, choices[drawn.number], drawn.place) for leaf, drawn in assumed.items()])
+            self._reveal(assumed, choices)
         except BaseException:
             for leaf in list(assumed)[len(self._gained) :]:
                 leaf.retract()
@@ -265,49 +267,55 @@ class DecodeRun:
             self._await_logits()
         return self._gain(len(assumed) + num_guessed)
 
-    def _reveal(self, drawn: Sequence[tuple[Branch, Choice, tuple[Tensor, int]]]) -> None:
+    def _reveal(self, drawn: Mapping[Branch, _Draw], choices: Chosen) -> None:
         """Put the drawn tokens in the places that leaves have for them, and take their texts."""
-        if not all(choice.valid for _, choice, _ in drawn):
+        numbers = [each.number for each in drawn.values()]
+        if not choices.invalid.isdisjoint(numbers):
             raise InvalidLogits
-        candidates = self._candidates([(choice.token, place) for _, choice, place in drawn])
-        observe = self.controller.observe if isinstance(self.controller, Drawing) else None
-        for (leaf, choice, _), best in zip(drawn, candidates, strict=True):
-            if observe is not None:
-                observe(leaf.path, choice.certainty)
-            self._accept(leaf, choice.token)
-            leaf.reveal(choice.token, choice.logprob, best)
+        candidates = self._candidates(choices, numbers, (each.place for each in drawn.values()))
+        for leaf, number, best in zip(drawn, numbers, candidates, strict=True):
+            if self._has_listeners:
+                self._tell(leaf, choices, number)
+            token = choices.tokens[number]
+            leaf.reveal(token, choices.logprobs[number], best)
             self._gained.append(leaf)
-            self._read(leaf, choice.token)
+            self._read(leaf, token)
 
     def _follow(self, leaf: Branch, drawn: _Draw, choices: Chosen) -> int:
         """Let a leaf go on behind guesses that were right, token by token; return how many tokens it gained so."""
         draft = cast(Draft, drawn.draft)
         first = drawn.number + 1
-        right = draft.right(choices.tokens(drawn.number, first + len(draft.rows)))
-        following = [choices[first + node] for node in right]
-        places = [(drawn.place[0], draft.first + node) for node in right]
-        candidates = self._candidates([(each.token, place) for each, place in zip(following, places, strict=True)])
-        observe = cast(Drawing, self.controller).observe
-        for node, choice, best in zip(right, following, candidates, strict=True):
+        right = draft.right(choices.tokens[drawn.number : first + len(draft.rows)])
+        numbers = [first + node for node in right]
+        candidates = self._candidates(choices, numbers, ((drawn.place[0], draft.first + node) for node in right))
+        for node, number, best in zip(right, numbers, candidates, strict=True):
             draft.accepted.append(node)
             if leaf.finish_reason is not None:
                 return len(draft.accepted) - 1
-            if not choice.valid:
+            if number in choices.invalid:
                 raise InvalidLogits
-            if observe is not None:
-                observe(leaf.path, choice.certainty)
-            self._accept(leaf, choice.token)
-            leaf.grow((choice.token,), (choice.logprob,), (best,))
+            if self._has_listeners:
+                self._tell(leaf, choices, number)
+            token = choices.tokens[number]
+            leaf.grow((token,), (choices.logprobs[number],), (best,))
             self.tracks[leaf].num_decoded += 1
-            self._read(leaf, choice.token)
+            self._read(leaf, token)
         return len(right)
 
-    def _candidates(self, drawn: Sequence[tuple[int, tuple[Tensor, int]]]) -> Sequence[Candidates | None]:
-        """Return what was likely at the places of tokens, each with the logits that it was drawn from, if asked for."""
-        if self.stopping.logprobs is None or not drawn:
-            return [None] * len(drawn)
-        logprobs = log_probs(gather_rows([place for _, place in drawn]))
-        return ranked(logprobs, [token for token, _ in drawn], self.stopping.logprobs)
+    def _tell(self, leaf: Branch, choices: Chosen, number: int) -> None:
+        """Let the controller and the grammar, which may refuse the token, know what a leaf goes on with."""
+        if self._observe is not None:
+            self._observe(leaf.path, choices.certainties[number])
+        self._accept(leaf, choices.tokens[number])
+
+    def _candidates(
+        self, choices: Chosen, numbers: Sequence[int], places: Iterable[tuple[Tensor, int]]
+    ) -> Sequence[Candidates | None]:
+        """Return what was likely where choices were made, from the logits at `places`, if asked for."""
+        if self.stopping.logprobs is None or not numbers:
+            return [None] * len(numbers)
+        tokens = [choices.tokens[number] for number in numbers]
+        return ranked(log_probs(gather_rows(list(places))), tokens, self.stopping.logprobs)
 
     def _row(self, leaf: Branch, params: SamplingParams, penalised: bool) -> SamplingRow:
         track = self.tracks[leaf]
@@ -333,7 +341,7 @@ class DecodeRun:
 
     def _check_lengths(self) -> None:
         for lane, leaf in self._lanes.items():
-            if leaf.alive and leaf.num_tokens != lane.end:
+            if leaf.num_tokens != lane.end and leaf.alive:
                 raise ValueError(
                     f"branches: {leaf.path} was extended from elsewhere while it was decoded; fork it instead"
                 )
@@ -403,12 +411,14 @@ class DecodeRun:
         leaves = depth_first(leaf for leaf in [*self.finished, *self.leaves] if leaf.alive)
         return sorted(leaves, key=lambda leaf: self.tracks[leaf].place)
 
-    @uncollected
     def settle(self) -> None:
         """Make branches of what was decoded, as all but this may look at them from now on."""
-        thicket, self._thicket = self._thicket, None
-        if thicket is None:
-            return
+        if self._thicket is not None:
+            self._settle(self._thicket)
+
+    @uncollected
+    def _settle(self, thicket: Thicket) -> None:
+        self._thicket = None
         self.task.tree.unsettled.pop(self.settle, None)
         old = [self.tracks[leaf] for leaf in self.leaves]
         rows, ended, fallen = settle(thicket, self.leaves, self.given, type(self.controller).__name__)
@@ -469,7 +479,7 @@ class DecodeRun:
         thicket = cast(Thicket, self._thicket)
         thicket.add(parents, tokens, logprobs, self.depth)
         self._parts = []
-        ended = np.isin(tokens, list(self.stopping.end_token_ids(self.limits.eos_token_ids)))
+        ended = np.isin(tokens, list(self._end_tokens))
         full = thicket.length[thicket.rows] >= self._limits[thicket.base[thicket.rows]]
         thicket.end(ended | full)
         try:
@@ -552,19 +562,19 @@ class DecodeRun:
 
     def _end(self, leaf: Branch, token: int) -> None:
         """See whether the branch ends with `token`, its last, whose text was taken or has no stop strings."""
-        track, stopping = self.tracks[leaf], self.stopping
+        track = self.tracks[leaf]
         text = track.text
         if text.stopped is not None:
             leaf.finish_reason, leaf.stop_reason = "stop", text.stopped
-        elif token in stopping.stop_token_ids:
-            leaf.finish_reason, leaf.stop_reason = "stop", token
-        elif (token in self.limits.eos_token_ids and not stopping.ignore_eos) or (
-            track.constraint is not None and track.constraint.complete
-        ):
+        elif token in self._end_tokens:
+            leaf.finish_reason, leaf.stop_reason = "stop", token if token in self.stopping.stop_token_ids else None
+        elif track.constraint is not None and track.constraint.complete:
             leaf.finish_reason = "stop"
         elif leaf.num_tokens >= track.limit:
             leaf.finish_reason = "length"
-        if leaf.finish_reason is not None and not track.num_unread:
+        else:
+            return
+        if not track.num_unread:
             text.finish()
             if text.stopped is not None:
                 own = leaf.path_tokens[leaf.num_tokens - track.num_decoded :]

@@ -150,7 +150,7 @@ def finish(logits: torch.Tensor, tops: torch.Tensor, drawn: Parts, raw: Parts) -
     tokens : Tensor [rows] int64
         The lowest of equally good ones.
     choices : Tensor [rows, 4] float64
-        What `treewise.choices.Choice` says of them.
+        What `treewise.choices.Chosen` tells of them.
     """
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -68,6 +68,7 @@ class StepGraph:
         device = next(iter(plans.values())).device
         self._inputs = torch.zeros((num_inputs, rows), dtype=torch.int64, device=device)
         self._inputs[2] = spare_slot
+        self._num_rows = 0  # of the last run
         self._buffers = {kind: PlanBuffers(plan, rows * len(kind.heads)) for kind, plan in plans.items()}
         fixed = {kind: buffers.plan for kind, buffers in self._buffers.items()}
         self._replay, self._hidden = capture(lambda: compute(*self._inputs, fixed))
@@ -106,8 +107,9 @@ class StepGraph:
             self._plans = plans
         rows = inputs.shape[1]
         self._inputs[:, :rows] = inputs
-        if rows < self.rows:
-            self._inputs[2, rows:] = self.spare_slot
+        if rows < self._num_rows:
+            self._inputs[2, rows : self._num_rows] = self.spare_slot
+        self._num_rows = rows
         self._replay()
         return self._hidden[:rows]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import NamedTuple, cast
 from weakref import ReferenceType, ref
@@ -34,10 +34,19 @@ LEFT_ROWS = 256
 
 @dataclass(frozen=True, eq=False)
 class Move(Copy):
-    """A copy whose slots are known on the device too."""
+    """A copy whose slots are known on the device too: `there` [2, tokens], sources and targets."""
 
-    source_there: Tensor
-    target_there: Tensor
+    there: Tensor
+
+    @property
+    def source_there(self) -> Tensor:
+        """The sources on the device."""
+        return self.there[0]
+
+    @property
+    def target_there(self) -> Tensor:
+        """The targets on the device."""
+        return self.there[1]
 
 
 class Tap(NamedTuple):
@@ -53,6 +62,25 @@ class Tap(NamedTuple):
 
     layers: tuple[int, ...]
     take: Callable[[Tensor, Tensor], None]
+
+
+class _Layer(NamedTuple):
+    """Where a layer's keys and values are.
+
+    Attributes
+    ----------
+    kind : Kind
+        Which plan serves the layer.
+    own : (Tensor, Tensor)
+        Its keys and values [slots, kv_heads, head_dim].
+    k, v : Tensor [any, kv_heads, head_dim] or [any, 1, head_dim]
+        The same with all behind them, as the plan numbers slots: of all KV heads together or of single ones.
+    """
+
+    kind: Kind
+    own: tuple[Tensor, Tensor]
+    k: Tensor
+    v: Tensor
 
 
 class Runner:
@@ -119,6 +147,7 @@ class Runner:
         self._rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows
         self._starts = torch.arange(0, len(rows), num_slots, device=self.device)[:, None]  # of the layers
         self.kv_bytes_per_token = 2 * self.k[:, 0].numel() * self.k.element_size()
+        self._layers = lru_cache(maxsize=16)(self._find_layers)  # most steps have plans of the same kinds
         self.followers: list[Callable[[Move], None]] = [self.copy]
         self.watchers: list[Callable[[Ints, Tensor], None]] = []
         self.taps: list[Tap] = []
@@ -345,7 +374,7 @@ class Runner:
     def _move(self, copies: Sequence[Copy], there: Iterator[Tensor]) -> None:
         """Let everybody follow copies, whose slots come next of what is on the device."""
         for copy in copies:
-            move = Move(copy.source, copy.target, next(there), next(there))
+            move = Move(copy.source, copy.target, next(there).view(2, -1))
             for follow in self.followers:
                 follow(move)
 
@@ -354,7 +383,7 @@ class Runner:
 
         Along a dimension within a large tensor `index_copy_` would start a kernel for each two gigabytes of it.
         """
-        source, target = ((self._starts + slots).view(-1) for slots in (move.source_there, move.target_there))
+        source, target = (self._starts + move.there[:, None]).flatten(1).unbind()
         self._rows.index_copy_(0, target, self._rows.index_select(0, source))
 
     def places(self, slots: Sequence[Sequence[Slots]]) -> list[list[Tensor]]:
@@ -452,15 +481,13 @@ class Runner:
         """Compute rows up to the output head; gives those that are wanted, all of them by default."""
         config = self.model.config
         run = partial(run_plan, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
-        pools = list(zip(self.k.unbind(), self.v.unbind(), strict=True))  # of the layers
+        layers = self._layers(tuple(plans))
         left = self._left(len(tokens))
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            q = rotate_and_store(heads, *pools[layer], slots, out=None if left is None else left[layer, : len(tokens)])
-            kind = self._kind(plans, layer)
+            kind, own, k, v = layers[layer]
+            q = rotate_and_store(heads, *own, slots, out=None if left is None else left[layer, : len(tokens)])
             plan = plans[kind]
-            shape = plan.num_kv_heads, plan.head_dim
-            k, v = (pool[layer - kind.first :].view(-1, *shape) for pool in (self.k, self.v))
             queries = q.reshape(plan.num_rows, plan.num_heads, plan.head_dim)
             if not seen:
                 return cast(Tensor, run(plan, queries, k, v)).view(q.shape)
@@ -476,6 +503,16 @@ class Runner:
             tap.take(slots, torch.cat([inner[layer] for layer in tap.layers], dim=-1))
         return hidden
 
+    def _find_layers(self, kinds: tuple[Kind, ...]) -> list[_Layer]:
+        """Return where the layers' keys and values are, under plans of these kinds."""
+        layers = []
+        for layer, own in enumerate(zip(self.k.unbind(), self.v.unbind(), strict=True)):
+            kind = self._kind(kinds, layer)
+            shape = self.k.shape[2] // len(kind.heads), self.k.shape[3]
+            k, v = (pool[layer - kind.first :].view(-1, *shape) for pool in (self.k, self.v))
+            layers.append(_Layer(kind, own, k, v))
+        return layers
+
     def _kinds(self, kept: Sequence[Kept], kv: KVManager) -> list[Kind]:
         """Return the kinds of layers of which each keeps as much as the others of its kind, of each of these."""
         windows = self.model.config.layer_windows
@@ -483,10 +520,10 @@ class Runner:
         turns = (layer for layer in range(1, len(windows)) if windows[layer] != windows[layer - 1])
         return [Kind(windows[first], first, kv.heads(kept, first)) for first in sorted(firsts.union(turns))]
 
-    def _kind(self, plans: Plans, layer: int) -> Kind:
+    def _kind(self, kinds: Iterable[Kind], layer: int) -> Kind:
         """Return the kind of `layer` among those that there are plans for."""
         window = self.model.config.layer_windows[layer]
-        return max(kind for kind in plans if kind.window == window and kind.first <= layer)
+        return max(kind for kind in kinds if kind.window == window and kind.first <= layer)
 
     def _plan(self, spec: TreeSpec, slots: Slots | None, open_tokens: int = 0, *, room: int) -> Plans:
         """Plan for layers that all hold the same."""
@@ -524,7 +561,7 @@ class Runner:
 
 
 def _indices(copies: Sequence[Copy]) -> list[Slots]:
-    return [slots for copy in copies for slots in (copy.source, copy.target)]
+    return [np.concatenate((copy.source, copy.target)) for copy in copies]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

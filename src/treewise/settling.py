@@ -192,7 +192,7 @@ def _unfold(
         branch.tokens, branch.logprobs = chain.tokens, chain.logprobs
         branch.logprob = chain.total
         branch.num_forks = chain.forks
-        branch.state = f"{PRUNED} at {where} step {chain.died}"
+        branch.state, branch.alive = f"{PRUNED} at {where} step {chain.died}", False
         del branch.tree.alive[branch]
         parent.known_children.append(branch)
         touched[parent] = None

@@ -35,26 +35,29 @@ class _Planned(NamedTuple):
         Of the leaves' paths when the plans were made.
     paths : list of int32 arrays
         Slots of the paths in the last step.
-    rows : list of int
-        The row of each leaf; those of its guesses follow.
+    see : int64 [leaves]
+        Which rows see what a leaf gains: its own, and those of its guesses, which follow.
     own : int64 [guesses]
         The row of each guess.
-    places : list of (int64 [places], int64 [places] or slice)
+    places : list of (int64 [places], int64 [places])
         Where guesses stand in each plan, and which of them at each place, see `Plan.places`.
+    told : list of (bytes, bytes)
+        The slots of the guesses and who sees them, as the plans have been told last; empty before that.
     """
 
     plans: Plans
     sizes: tuple[int, ...]
     lengths: list[int]
     paths: list[Slots]
-    rows: list[int]
+    see: Ints
     own: Ints
-    places: list[tuple[Ints, Ints | slice]]
+    places: list[tuple[Ints, Ints]]
+    told: list[tuple[bytes, bytes]]
 
     def goes_on(self, paths: Sequence[Slots]) -> bool:
         """Whether there is room for what leaves have gained, and no key has moved."""
         return all(
-            len(last) <= len(path) <= length + ROOM and (path[: len(last)] == last).all()
+            len(last) <= len(path) <= length + ROOM and path[: len(last)].tobytes() == last.tobytes()
             for length, last, path in zip(self.lengths, self.paths, paths, strict=True)
         )
 
@@ -70,30 +73,29 @@ class _Planned(NamedTuple):
 
     def fill(self, stems: Stems, paths: list[Slots]) -> None:
         """Tell the plans of the tokens that leaves have gained since the last step, and of the guesses."""
-        tokens: list[int] = []  # that are open, and the rows that see them
-        low: list[int] = []
-        high: list[int] = []
+        tokens: list[int] = []  # that leaves have gained, of those that are open
+        leaves: list[int] = []  # that have gained them
         slots: list[Slots] = []
-        for number, (row, size, length, last, path) in enumerate(
-            zip(self.rows, self.sizes, self.lengths, self.paths, paths, strict=True)
-        ):
-            new, first = len(path) - len(last), number * ROOM + len(last) - length
-            tokens += range(first, first + new)
-            low += [row] * new
-            high += [row + 1 + size] * new
+        for leaf, (length, last, path) in enumerate(zip(self.lengths, self.paths, paths, strict=True)):
+            first = leaf * ROOM - length
+            tokens += range(first + len(last), first + len(path))
+            leaves += [leaf] * (len(path) - len(last))
             slots.append(path[len(last) :])
         self.paths[:] = paths
         guesses = [guesses for _, guesses in stems if guesses is not None]
-        guessed = np.concatenate([each.slot[each.rows] for each in guesses])
-        see_guesses = pack(self.own, self.own + np.concatenate([each.below for each in guesses]))
-        gained, see_gained = np.concatenate(slots), pack(np.array(low), np.array(high))
+        guessed = np.concatenate([each.slot for each in guesses])
+        seen = pack(self.own, self.own + np.concatenate([each.below for each in guesses]))
+        told = guessed.tobytes(), seen.tobytes()
+        changed = self.told != [told]  # seldom, where guesses have one shape
+        self.told[:] = [told]
+        gained, slot, see = np.array(tokens, np.int64), np.concatenate(slots), self.see[leaves]
         for plan, (places, which) in zip(self.plans.values(), self.places, strict=True):
-            own, of = plan.places(np.array(tokens, np.int64))
-            plan.fill(
-                np.concatenate((own, places)),
-                np.concatenate((gained[of], guessed[which])),
-                np.concatenate((see_gained[of], see_guesses[which])),
-            )
+            own, of = plan.places(gained)
+            if changed:
+                own = np.concatenate((own, places))
+                plan.fill(own, np.concatenate((slot[of], guessed[which])), np.concatenate((see[of], seen[which])))
+            elif len(own):
+                plan.fill(own, slot[of], see[of])
 
 
 class StemPlanner:
@@ -161,16 +163,17 @@ class StemPlanner:
         order = next(iter(plans.values())).row_order
         rows = np.empty_like(order)
         rows[order] = np.arange(len(order))
-        leaves: list[int] = rows[: len(stems)].tolist()
+        leaves = rows[: len(stems)]
         guesses = len(stems) * ROOM + np.arange(sum(sizes))
         return _Planned(
             plans,
             sizes,
             [len(path) for path in paths],
             paths,
-            leaves,
-            np.concatenate([row + 1 + np.arange(size) for row, size in zip(leaves, sizes, strict=True)]),
+            pack(leaves, leaves + 1 + np.array(sizes)),
+            np.concatenate([row + 1 + np.arange(size) for row, size in zip(leaves.tolist(), sizes, strict=True)]),
             [plan.places(guesses) for plan in plans.values()],
+            [],
         )
 
 

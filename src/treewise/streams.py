@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from treewise.awaitables import Decode, Operation, generate
 from treewise.branch import Branch
 from treewise.config import SamplingParams
@@ -39,6 +41,12 @@ class Piece(Operation[str]):
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
+    def __await__(self) -> Generator[Operation[str], str, str]:
+        """Wait for the piece, as a step of a loop: behind the last one the loop ends."""
+        if piece := (yield self):
+            return piece
+        raise StopAsyncIteration
+
     def __str__(self) -> str:
         return f"streaming branch {self.stream.branch.path}"
 
@@ -73,11 +81,9 @@ class Stream:
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> str:
+    def __anext__(self) -> Piece:
         """Decode until there is a piece."""
-        if piece := await self._piece:
-            return piece
-        raise StopAsyncIteration
+        return self._piece
 
 
 def stream(branch: Branch, params: SamplingParams | None = None) -> Stream:

@@ -45,11 +45,12 @@ def drawn_alike(vocab_size, device, dtype=torch.float32):
     logits = logits.to(dtype)
     expected = sample(logits.float(), rows, (4,)).tolist()
     choices = choose(logits.to(device), rows, (4,)).read()
-    assert [choice.token for choice in choices] == expected
+    assert choices.tokens == expected
     exact = log_probs(logits)
-    for row, choice in enumerate(choices):
-        assert choice.valid and math.isclose(choice.logprob, float(exact[row, choice.token]), abs_tol=1e-4)
-        assert math.isclose(choice.certainty, float(self_certainty(exact[row])), abs_tol=1e-4)
+    assert not choices.invalid
+    for row, token in enumerate(choices.tokens):
+        assert math.isclose(choices.logprobs[row], float(exact[row, token]), abs_tol=1e-4)
+        assert math.isclose(choices.certainties[row], float(self_certainty(exact[row])), abs_tol=1e-4)
 
 
 def rows_under_grammars_are_drawn_alike(device):
@@ -69,12 +70,13 @@ def rows_under_grammars_are_drawn_alike(device):
         for number, params in enumerate(PARAMS * 2)
     ]
     logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(1)) * 3
-    choices = list(choose(logits.to(device), rows, (0,)).read())
-    assert [choice.token for choice in choices] == sample(logits, rows, (0,)).tolist()
-    assert all(chr(choice.token) in "abcdef" for choice in choices[1::3])
-    assert all(chr(choice.token) in "0123456789" for choice in choices[2::3])
+    choices = choose(logits.to(device), rows, (0,)).read()
+    assert choices.tokens == sample(logits, rows, (0,)).tolist()
+    assert all(chr(token) in "abcdef" for token in choices.tokens[1::3])
+    assert all(chr(token) in "0123456789" for token in choices.tokens[2::3])
     plain = [row._replace(constraint=None) for row in rows]
-    assert choices[::3] == list(choose(logits.to(device), plain, (0,)).read())[::3]
+    alone = choose(logits.to(device), plain, (0,)).read()
+    assert choices.tokens[::3] == alone.tokens[::3] and choices.logprobs[::3] == alone.logprobs[::3]
 
 
 class Words:
@@ -113,4 +115,4 @@ def invalid_rows_are_told(device):
     logits = torch.randn(4, 50)
     logits[1, 3], logits[2, 9], logits[3] = math.nan, math.inf, -math.inf
     rows = [SamplingRow(SamplingParams(temperature=number % 2), number, 0) for number in range(4)]
-    assert [choice.valid for choice in choose(logits.to(device), rows).read()] == [True, False, False, False]
+    assert choose(logits.to(device), rows).read().invalid == {1, 2, 3}

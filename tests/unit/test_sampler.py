@@ -341,9 +341,8 @@ def test_a_choice_tells_how_likely_the_token_was_and_how_certain_the_model():
     fields = ({"temperature": 0}, {}, {"top_p": 0.5}, {"logit_bias": {3: 50.0}}, {}, {"top_k": 2})
     rows = [SamplingRow(SamplingParams(**field), row_key(0, (i,)), 9) for i, field in enumerate(fields)]
     choices, exact = choose(logits, rows).read(), log_probs(logits)
-    assert [choice.valid for choice in choices] == [True] * 4 + [False, True]
-    for i, choice in enumerate(choices):
-        if choice.valid:
-            assert choice.logprob == pytest.approx(float(exact[i, choice.token]), abs=1e-4)
-            assert choice.certainty == pytest.approx(float(self_certainty(exact[i])), abs=1e-4)
-    assert choices[3].token == 3
+    assert choices.invalid == {4} and choices.tokens[3] == 3
+    for i, token in enumerate(choices.tokens):
+        if i not in choices.invalid:
+            assert choices.logprobs[i] == pytest.approx(float(exact[i, token]), abs=1e-4)
+            assert choices.certainties[i] == pytest.approx(float(self_certainty(exact[i])), abs=1e-4)

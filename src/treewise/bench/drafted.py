@@ -22,7 +22,7 @@ from treewise.config import SamplingParams
 from treewise.controller import Rows, TreeView
 from treewise.replay import Recordings
 from treewise.speculate.drafter import Stem, Step
-from treewise.speculate.trees import EMPTY, Ints, TokenTree
+from treewise.speculate.trees import EMPTY, TokenTree
 
 
 class Verify:
@@ -50,7 +50,7 @@ class RecordedTree(TokenTree):
         """Return it as it is."""
         return self
 
-    def accepted(self, choices: Sequence[int] | Ints) -> list[int]:
+    def accepted(self, choices: Sequence[int]) -> list[int]:
         """Return what was recorded."""
         return list(self.right)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +43,8 @@ class Branch:
         Log-probability of each own token where the model chose it, None where it was given.
     logprob : float
         Sum of the log-probabilities over the whole path.
+    alive : bool
+        Whether the branch was neither pruned nor ended with its program; `state` says what became of it.
     finish_reason : {"stop", "length"} or None
         Why decoding ended here last.
     stop_reason : str or int or None
@@ -71,6 +74,7 @@ class Branch:
     num_forks = 0
     num_children = 0  # of which were not pruned
     state: str = "live"
+    alive = True
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     hidden_tail = 0  # characters of a stop string at the end of the text
@@ -220,16 +224,9 @@ class Branch:
         where : str, optional
             Named to whoever uses the branch afterwards; file and line of the caller by default.
         """
-        if self.alive:
-            where = _caller() if where is None else where
-            self.release(f"{PRUNED} at {where}", [branch for branch in self._descendants() if branch.alive])
+        prune([self], where)
 
     # ------------------------------------------------------------------ what it knows
-
-    @property
-    def alive(self) -> bool:
-        """Whether the branch was neither pruned nor ended with its program."""
-        return self.state == "live"
 
     @property
     def pruned(self) -> bool:
@@ -349,7 +346,7 @@ class Branch:
         DeadBranchError
             It was pruned, or its program has ended.
         """
-        if self.state != "live":
+        if not self.alive:
             raise DeadBranchError(f"branch {self.path} is not alive: {self.state}")
 
     def end(self) -> Node:
@@ -441,14 +438,9 @@ class Branch:
         text = b"".join(map(self.tree.codec.token_bytes, tokens)).decode("utf-8", "replace")
         return text[: len(text) - self.hidden_tail] if self.hidden_tail else text
 
-    def release(self, state: str, below: Sequence[Branch] = ()) -> None:
-        """Let go of the keys, with those `below`; what nobody else needs of them is free at once."""
-        parent = self.parent
-        if parent is not None and self._is_heir:
-            if parent.num_heirs == 1:
-                parent.end()
-            parent.num_heirs -= 1
-        self.tree.let_go([*below, self], state, self.tree.num_known if parent is None else self.start)
+    def release(self, state: str) -> None:
+        """Let go of the keys; what nobody else needs of them is free at once."""
+        release([self], state)
 
     def plant(self, tokens: Sequence[int]) -> Node:
         """Put tokens into the forest, behind what the path has there; return the node, held, in which they end."""
@@ -517,11 +509,35 @@ def keep(branches: Sequence[Branch], values: Sequence[float], k: int) -> list[Br
         raise ValueError(f"k: cannot keep {k} branches")
     for branch, value in zip(branches, values, strict=True):
         branch.score = float(value)
-    where = _caller()
     ranked = sorted(range(len(branches)), key=lambda i: -values[i])
-    for i in ranked[k:]:
-        branches[i].prune(where)
+    prune(branches[i] for i in ranked[k:])
     return [branches[i] for i in ranked[:k]]
+
+
+def prune(branches: Iterable[Branch], where: str | None = None) -> None:
+    """Give up branches of one tree, in one go; see `Branch.prune`."""
+    doomed: dict[Branch, None] = {}  # children before parents
+    for branch in branches:
+        if branch.alive and branch not in doomed:
+            doomed.update((below, None) for below in branch._descendants() if below.alive)
+            doomed[branch] = None
+    if doomed:
+        release(doomed, f"{PRUNED} at {_caller() if where is None else where}")
+
+
+def release(branches: Collection[Branch], state: str) -> None:
+    """Let branches of one tree go of their keys, in one go; see `Branch.release`."""
+    lost: Counter[Branch] = Counter(
+        branch.parent
+        for branch in branches
+        if branch.parent is not None and branch._is_heir and branch.parent not in branches
+    )
+    for parent, number in lost.items():
+        if parent.num_heirs == number:
+            parent.end()
+        parent.num_heirs -= number
+    tree = next(iter(branches)).tree
+    tree.let_go(branches, state, min(tree.num_known if each.parent is None else each.start for each in branches))
 
 
 def _caller() -> str:

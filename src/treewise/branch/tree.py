@@ -190,7 +190,7 @@ class BranchTree:
         """Give up what `branches` hold; see `KVManager.drop` for `keep`."""
         tips, pruned = [], state.startswith(PRUNED)
         for branch in branches:
-            branch.state = state
+            branch.state, branch.alive = state, False
             if pruned and branch.ordinal is not None and branch.parent is not None:
                 branch.parent.num_children -= 1
             del self.alive[branch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -67,7 +68,9 @@ class PagedPool:
         self.scratch_slot = 0
         self.num_moves = 0
         self._refs = [1] + [0] * (num_pages - 1)
-        self._free = list(range(num_pages - 1, 0, -1))  # a stack; low pages first, so that fresh nodes lie in long runs
+        # Nodes take low pages first, so that fresh ones lie in long runs; borrowers take them from the other end, so
+        # that who gives back and borrows again gets the same.
+        self._free = deque(range(num_pages - 1, 0, -1))
         self._runs: dict[Node, _Run] = {}
         self._lent: set[int] = set()
         self._within_page = np.arange(page_size, dtype=np.int32)
@@ -178,16 +181,20 @@ class PagedPool:
         count = -(-num_slots // self.page_size)
         if count > len(self._free):
             raise OutOfSlots(f"{count} pages wanted, {len(self._free)} free")
-        pages = [self._take() for _ in range(count)]
+        pages = [self._free.popleft() for _ in range(count)][::-1]  # ascending, as they were at first
+        for page in pages:
+            self._refs[page] = 1
         self._lent.update(pages)
         first = np.array(pages, np.int32) * self.page_size
         return (first[:, None] + self._within_page).ravel()
 
     def take_back(self, slots: Slots) -> None:
         """See `SlotPool.take_back`."""
-        for page in (slots[:: self.page_size] // self.page_size).tolist():
-            self._lent.remove(page)
-            self._drop(page)
+        pages = (slots[:: self.page_size] // self.page_size).tolist()
+        self._lent.difference_update(pages)
+        self._free.extendleft(pages)
+        for page in pages:
+            self._refs[page] = 0
 
     def origins(self, slots: Slots) -> Slots:
         """See `SlotPool.origins`."""

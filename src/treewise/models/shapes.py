@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from treewise.codec import TokenTexts
 from treewise.config import ModelConfig
 from treewise.models.decoder import CausalLM
 
@@ -107,7 +106,7 @@ class NumberTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._texts = TokenTexts(lambda token: f" {token}".encode())
+        self._texts = [b" %d" % token for token in range(vocab_size)]
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Read the numbers in `text`."""

@@ -189,7 +189,7 @@ class Plan:
         self.prepared.pop("cpu", None)  # it made copies
         self.grown += 1
 
-    def places(self, tokens: Ints) -> tuple[Ints, Ints | slice]:
+    def places(self, tokens: Ints) -> tuple[Ints, Ints]:
         """Return where open tokens stand among the key tokens, and which of `tokens` stands at each place.
 
         Parameters
@@ -199,11 +199,11 @@ class Plan:
 
         Returns
         -------
-        int64 [places], int64 [places] or slice
+        int64 [places], int64 [places]
             A token that several tiles of rows read has several places.
         """
         if len(self.open_places) < len(self.open_indptr):  # nearly always: one place a token
-            return self.open_places[tokens], slice(None)
+            return self.open_places[tokens], np.arange(len(tokens))
         first, end = self.open_indptr[tokens], self.open_indptr[tokens + 1]
         return self.open_places[ranges(first, end)], np.repeat(np.arange(len(tokens)), end - first)
 

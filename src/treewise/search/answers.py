@@ -10,6 +10,7 @@ Extractor = Callable[[str], str | None]
 """Returns the answer that a text gives, None where it gives none."""
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})+(?:\.\d+)?|-?\d+(?:\.\d+)?(?:/\d+)?")
+LONE_NUMBER = re.compile(rf"(?<![\d.])(?:{NUMBER.pattern})")  # a minus sign behind a digit subtracts
 STATED = re.compile(r"(?:\banswer\s*(?:is|:|=)|####)\s*(.+)", re.IGNORECASE)
 
 
@@ -21,9 +22,10 @@ def last_number(text: str) -> str | None:
     >>> last_number("3 boxes of 4 are 12 apples; 2 of them cost $1,250.50.")
     '1,250.50'
     """
-    # A minus sign behind a digit subtracts.
-    numbers = re.findall(rf"(?<![\d.])(?:{NUMBER.pattern})", text)
-    return numbers[-1] if numbers else None
+    for word in reversed(text.split()):
+        if numbers := LONE_NUMBER.findall(word):
+            return str(numbers[-1])
+    return None
 
 
 def last_boxed(text: str) -> str | None:

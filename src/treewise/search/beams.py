@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treewise.awaitables import decode
-from treewise.branch import Branch, keep
+from treewise.branch import Branch, keep, prune
 from treewise.config import BeamSearchParams, check_integer
 from treewise.controller import Replay
 from treewise.grammar import Grammar
@@ -85,8 +85,7 @@ async def beams(root: Branch, params: BeamSearchParams) -> list[Branch]:
     best = controller.best(paths, scores)[: params.num_return_sequences]
     for leaf, score in zip(leaves, scores, strict=True):
         leaf.score = score
-    for i in sorted(set(range(len(leaves))).difference(best)):
-        leaves[i].prune()
+    prune(leaves[i] for i in sorted(set(range(len(leaves))).difference(best)))
     return [leaves[i] for i in best]
 
 

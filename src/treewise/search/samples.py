@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from treewise.awaitables import decode, generate
-from treewise.branch import Branch, keep
+from treewise.branch import Branch, keep, prune
 from treewise.config import MAX_SEQUENCES, SamplingParams, check_integer, check_number
 from treewise.grammar import Grammar
 from treewise.search.answers import EXTRACTORS, Extractor, same_answer
@@ -137,9 +137,7 @@ async def self_consistency(
     # Answers stand in the order of their best solutions, and `max` takes the first of equals.
     winners = voters[max(votes, key=votes.__getitem__)] if votes else solutions[:1]
     kept = set(winners)
-    for solution in solutions:
-        if solution not in kept:
-            solution.prune()
+    prune(solution for solution in solutions if solution not in kept)
     return winners
 
 

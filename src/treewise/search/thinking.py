@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from treewise.awaitables import generate
-from treewise.branch import Branch
+from treewise.branch import Branch, prune
 from treewise.config import SamplingParams, check_integer
 from treewise.grammar import Grammar
 from treewise.search.evaluators import EVALUATORS, QUESTIONS, Reward, rewarded
@@ -221,6 +221,4 @@ def retain(chains: Iterable[Branch], kept: Collection[Branch]) -> None:
             doomed[chain] = None
             chain = chain.parent
             lost[chain] += 1
-    for chain in doomed:
-        if chain.parent not in doomed:  # what is below it goes with it
-            chain.prune()
+    prune(chain for chain in doomed if chain.parent not in doomed)  # what is below them goes with them

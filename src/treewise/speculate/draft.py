@@ -45,7 +45,7 @@ class Draft:
     def __init__(self, stem: Stem, tree: TokenTree, constraints: Sequence[Constraint | None] = ()) -> None:
         self.stem = stem
         self.tree = tree
-        self.constraints = constraints or [None] * len(tree)
+        self.constraints = constraints
         self.tenant: BranchTree = stem.branch.tree
         self.bases: Sequence[Node] = [stem.node]
         self.begin = stem.node.end
@@ -68,11 +68,11 @@ class Draft:
         rows = []
         for node in nodes:
             depth, mine = depths[node], [*output, *self.tree.path(node)] if penalised else ()
-            constraint = self.constraints[node]
+            constraint = self.constraints[node] if self.constraints else None
             rows.append(SamplingRow(params, key, position + depth, num_tokens + depth, prompt, mine, constraint))
         return rows
 
-    def right(self, choices: Ints) -> list[int]:
+    def right(self, choices: Sequence[int]) -> list[int]:
         """Return the nodes that agree with the tokens chosen behind the path and behind each node."""
         return self.tree.accepted(choices)
 

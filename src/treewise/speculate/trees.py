@@ -200,7 +200,7 @@ class TokenTree:
             node = int(self.parents[node])
         return tokens[::-1]
 
-    def accepted(self, choices: Sequence[int] | Ints) -> list[int]:
+    def accepted(self, choices: Sequence[int]) -> list[int]:
         """Return the nodes that agree with what was chosen, from the top.
 
         Parameters
