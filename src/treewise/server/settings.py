@@ -21,7 +21,7 @@ class ServerOptions:
         Keys, one of which every request must bring as `Authorization: Bearer KEY`; may be repeated. Those in the
         environment variable TREEWISE_API_KEY, with commas between, count too. None: anybody may ask.
     allowed_origin : tuple of str
-        Origins of web pages that browsers let ask, such as https://example.org, or *; may be repeated. None but the
+        Origins of web pages that browsers let ask, such as https://example.org, or "*"; may be repeated. None but the
         server's own pages by default.
     served_model_name : str
         What requests call the model; the last part of its name if left out.
