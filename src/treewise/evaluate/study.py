@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
@@ -36,6 +36,12 @@ QUICK: dict[str, Any] = {
     "branches": 3,
 }
 """Settings of a `Study` for a first look."""
+
+
+def check_names(field: str, chosen: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names that are not known."""
+    if unknown := [word for word in chosen if word not in known]:
+        raise ValueError(f"{field}: {unknown[0]!r} is not one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,8 @@ class Study:
     branch_policy: str = "snapkv:window=8"
 
     def __post_init__(self) -> None:
-        for name, chosen, known in (("tasks", self.tasks, TASKS), ("modes", self.modes, MODES)):
-            if unknown := [word for word in chosen if word not in known]:
-                raise ValueError(f"{name}: {unknown[0]!r} is not one of {', '.join(known)}")
+        check_names("tasks", self.tasks, TASKS)
+        check_names("modes", self.modes, MODES)
         check_integer("tokens", self.tokens, 128)
         check_integer("seeds", self.seeds, 1)
         check_integer("selection_seeds", self.selection_seeds, 1)
