@@ -96,7 +96,8 @@ def run(monkeypatch, model, tmp_path):
 
 
 def test_what_the_verb_writes_is_an_allocator(run, tmp_path, model, capsys):
-    run(*"--budget 50 --tokens 200 --seeds 1 --steps 3 --new-tokens 3 --task passkey".split())
+    settings = {"budget": 50, "tokens": 200, "seeds": 1, "steps": 3, "new-tokens": 3, "task": "passkey"}
+    run(*(f"--{name}={value}" for name, value in settings.items()))
     said = capsys.readouterr().out
     assert "head 0" in said and "head 1" in said
     weights = json.loads((tmp_path / "heads.json").read_text())["weights"]

@@ -168,7 +168,7 @@ def test_weights_are_read_from_a_file(tmp_path):
     assert policy.allocation == calibrated, "what the file said when the policy was made holds"
     for wrong in ('{"weights": [[1.0, -1.0]]}', '{"weights": 3}', "{}", "[]", "weights"):
         (tmp_path / "heads.json").write_text(wrong)
-        with pytest.raises(ValueError, match="allocator: .*heads.json has no weights as `treewise eval heads` writes"):
+        with pytest.raises(ValueError, match=r"allocator: .*heads.json has no weights as `treewise eval heads` writes"):
             KVSparsity(allocator=str(tmp_path / "heads.json"))
     with pytest.raises(FileNotFoundError):
         KVSparsity(allocator=str(tmp_path / "others.json"))

@@ -15,7 +15,6 @@ from tiny import tiny_model
 from treewise.sparsity import PRESETS, Ada, Calibrated, Evidence, KVSparsity, Pyramid, Table
 from treewise.sparsity.scorers import Oracle, SnapKV
 
-
 ANYONES = sorted(PRESETS.keys() - {"calibrated"})
 """Policies that any model can have."""
 
@@ -196,7 +195,8 @@ def test_unknown_names_are_refused_with_the_choices():
             {"allocator": Calibrated(((1, 2, 3), (3, 4, 5)))},
             (None,) * 2,
             [
-                "weights[0] must have 2 numbers, one for each KV head, not 3; `treewise eval heads` finds those of a model"
+                "weights[0] must have 2 numbers, one for each KV head, not 3; "
+                "`treewise eval heads` finds those of a model"
             ],
         ),
     ],

@@ -135,8 +135,9 @@ def heads(
 ) -> None:
     """Find out which heads of a model need their tokens, on a CPU in float32, for policies with budgets by head.
 
-    Texts are made up; none of them is one of `eval kv`. The file is an allocator: `--kv-allocator FILE` of the other
-    verbs takes it, and policies such as induction+FILE:window=16 of `eval kv`. What each KV head gets goes to standard output.
+    Texts are made up; none of them is one of `eval kv`. The file is an allocator: `--kv-allocator FILE` of other verbs
+    takes it, and so do policies as induction+FILE:window=16 of `eval kv`. What each KV head gets goes to standard
+    output.
 
     Parameters
     ----------
@@ -159,7 +160,7 @@ def heads(
     model
         A folder in Transformers' layout, a GGUF file, a hub id, or a built-in name.
     """
-    given = {
+    given: dict[str, Any] = {
         "policy": policy,
         "budget": None if budget is None else _budget(budget),
         "tasks": _words(task),

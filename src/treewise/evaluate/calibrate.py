@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treewise.config import ModelConfig, check_integer, check_number
+from treewise.config import ModelConfig, check_integer
 from treewise.evaluate.cache import Held
 from treewise.evaluate.measures import kl_divergence
 from treewise.evaluate.study import check_names
@@ -122,7 +122,7 @@ def attend_softly(
     distance = positions[:, None] - held.positions[:, None]  # [kv_heads, rows, tokens]
     window = config.layer_windows[layer]
     unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    outputs = scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1) @ held.values[:, None]
+    outputs: Tensor = scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1) @ held.values[:, None]
     return outputs.permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -19,9 +19,9 @@ class Induction:
 
     Who looks something up looks at where it begins, and copies what follows token by token (the induction heads of
     Olsson et al., 2022, arXiv 2209.11895). So the sums of SnapKV (Li et al., 2024, arXiv 2404.14469) are spread to the
-    tokens *behind* those that were looked at. They count by their root, so that a token that everybody looks at does not
-    crowd out what lies a little further on, and together with two things that are known without a query: how unlike the
-    others the key is (KeyDiff: Park et al., 2025, arXiv 2504.15364), and how long the value::
+    tokens *behind* those that were looked at. They count by their root, so that a token that everybody looks at does
+    not crowd out what lies a little further on, and together with two things that are known without a query: how unlike
+    the others the key is (KeyDiff: Park et al., 2025, arXiv 2504.15364), and how long the value::
 
         S_i   = sum over the last num_queries queries j of softmax_i(q_j k_i scale), mean over the heads of a KV head
         P_i   = mean of S over i - ahead ... i + behind
@@ -53,5 +53,5 @@ class Induction:
         padded = F.pad(sums[:, :observed], (self.ahead, self.behind))
         near = F.avg_pool1d(padded, self.ahead + 1 + self.behind, stride=1) if observed else sums[:, :0]
         looked_at = torch.cat([near, sums[:, observed:]], dim=1)
-        unlike = 1 + KeyDiff().scores(evidence)
-        return looked_at.sqrt() * unlike * torch.linalg.vector_norm(evidence.values.float(), dim=-1).T
+        lengths: Tensor = torch.linalg.vector_norm(evidence.values.float(), dim=-1).T
+        return looked_at.sqrt() * (1 + KeyDiff().scores(evidence)) * lengths
