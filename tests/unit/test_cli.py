@@ -337,6 +337,7 @@ def test_rollouts_are_lines_of_json(capsys, monkeypatch):
         "bench throughput",
         "bench serve",
         "eval kv",
+        "eval heads",
     ],
 )
 def test_help_has_a_word_on_each_flag_and_no_empty_default(verb, capsys):
