@@ -41,6 +41,7 @@ def kv(
     new_tokens: int | None = None,
     branches: int | None = None,
     branch_policy: str | None = None,
+    kv_cache_dtype: str | None = None,
     quick: bool = False,
     model: str = "smollm2-135m",
     json_file: Annotated[Path | None, Parameter("--json")] = None,
@@ -77,6 +78,8 @@ def kv(
         Branches of one prompt that share what they keep, at most 8: 6; 3 if quick; 0 for none.
     branch_policy
         What these keep: snapkv:window=8 if left out.
+    kv_cache_dtype
+        What policies store keys and values as, once the prompt is read: auto, 16 bits; or fp8_e4m3.
     quick
         Shorter and fewer texts.
     model
@@ -99,6 +102,7 @@ def kv(
         "new_tokens": new_tokens,
         "branches": branches,
         "branch_policy": branch_policy,
+        "kv_cache_dtype": kv_cache_dtype,
     }
     named = {field: value for field, value in given.items() if value is not None}
     study = Study(**((QUICK if quick else {}) | named))

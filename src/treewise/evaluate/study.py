@@ -13,6 +13,7 @@ from treewise.evaluate.branches import DRAWN, Shared, share
 from treewise.evaluate.summary import BASELINE, summarise, summarise_shared
 from treewise.evaluate.tasks import SANITY, TASKS, make, needles
 from treewise.evaluate.trial import MODES, ORACLE, Contender, Row, solved, try_policies
+from treewise.llm import KV_CACHE_DTYPES
 from treewise.models import CausalLM, Tokenizer
 
 REPEAT = "\n\nRepeat the text above word for word:\n\n"
@@ -66,6 +67,9 @@ class Study:
         Branches that share a prompt; 0 for none.
     branch_policy : str
         What they keep of it. No question is shorter than the default's window.
+    kv_cache_dtype : str
+        What policies store keys and values as, among `treewise.llm.KV_CACHE_DTYPES`. The dense cache that they are
+        compared with is not rounded, and counts as 16 bits.
 
     Raises
     ------
@@ -83,10 +87,12 @@ class Study:
     new_tokens: int = 24
     branches: int = 6
     branch_policy: str = "snapkv:window=8"
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         check_names("tasks", self.tasks, TASKS)
         check_names("modes", self.modes, MODES)
+        check_names("kv_cache_dtype", [self.kv_cache_dtype], KV_CACHE_DTYPES)
         check_integer("tokens", self.tokens, 128)
         check_integer("seeds", self.seeds, 1)
         check_integer("selection_seeds", self.selection_seeds, 1)
@@ -154,6 +160,7 @@ class Study:
                     self.modes,
                     new_tokens=self.new_tokens,
                     repeat=tokenizer.encode(REPEAT, add_special_tokens=False),
+                    stored=KV_CACHE_DTYPES[self.kv_cache_dtype],
                     task=task,
                     seed=seed,
                 )

@@ -212,6 +212,7 @@ def try_policies(
     *,
     new_tokens: int,
     repeat: Sequence[int],
+    stored: torch.dtype | None = None,
     task: str = "",
     seed: int = 0,
 ) -> list[Row]:
@@ -229,17 +230,21 @@ def try_policies(
         Length of the dense cache's continuation, or the answer's if that is more.
     repeat : sequence of int
         Tokens that ask for the text to be repeated, for kvzip.
+    stored : torch.dtype, optional
+        What all policies round keys and values to, once the prompt is read; the dense cache does not.
     task, seed
         Where the text came from; policies that draw do so from `seed`.
     """
     return [
         row
         for mode, way in ways_to_ask(model, encoded, modes, new_tokens).items()
-        for row in _try_way(way, contenders, repeat, task=task, seed=seed, mode=mode)
+        for row in _try_way(way, contenders, repeat, stored, task=task, seed=seed, mode=mode)
     ]
 
 
-def _try_way(way: Way, contenders: Sequence[Contender], repeat: Sequence[int], **labels: Any) -> list[Row]:
+def _try_way(
+    way: Way, contenders: Sequence[Contender], repeat: Sequence[int], stored: torch.dtype | None = None, **labels: Any
+) -> list[Row]:
     start, continuation = way.start, way.continuation
     answer, parts = way.question.answer, way.question.parts
 
@@ -263,7 +268,7 @@ def _try_way(way: Way, contenders: Sequence[Contender], repeat: Sequence[int], *
         judge = answered() if contender.name == ORACLE else start
         judge = repeated() if isinstance(policy.scoring, KVzip) else judge
         choices.append(judge.choose(policy, start.length, labels["seed"]))
-    caches = [start, *(start.only(choice) for choice in choices)]
+    caches = [start, *(start.only(choice).store(stored) for choice in choices)]
     after, expected = predict(caches, way.lead, continuation)
     if continuation[: len(answer)] == answer:
         found = [log_probs[: len(log_probs) + len(answer) - len(continuation)] for log_probs in expected]
