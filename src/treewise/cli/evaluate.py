@@ -126,8 +126,8 @@ def kv(
 
 
 def heads(
-    json_file: Annotated[Path, Parameter("--json")],
     *,
+    json_file: Annotated[Path, Parameter("--json")],
     policy: str | None = None,
     budget: str | None = None,
     task: str | None = None,
