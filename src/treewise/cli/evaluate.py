@@ -127,7 +127,7 @@ def kv(
 
 def heads(
     *,
-    json_file: Annotated[Path, Parameter("--json")],
+    json_file: Annotated[Path, Parameter("--json")] = Path("heads.json"),
     policy: str | None = None,
     budget: str | None = None,
     task: str | None = None,
