@@ -412,6 +412,8 @@ class SparsityOptions:
         Which keys and values each layer keeps of a prompt: a policy by name, as pyramidkv; all of them if left out.
     kv_budget : str
         Tokens that a layer keeps, or their share, as 0.25.
+    kv_allocator : str
+        How the budget is spread over layers and heads: uniform, pyramid, ada, or a file that `eval heads` wrote.
     kv_window : int
         The last tokens, which always stay.
     kv_sinks : int
@@ -430,6 +432,7 @@ class SparsityOptions:
 
     kv_sparsity: str | None = None
     kv_budget: str | None = None
+    kv_allocator: str | None = None
     kv_window: int | None = None
     kv_sinks: int | None = None
     kv_first_full: int | None = None

@@ -92,7 +92,7 @@ def test_every_field_of_the_engine_has_a_flag(monkeypatch):
     flags = {item.name: item.default for options in (ModelOptions, SparsityOptions) for item in fields(options)}
     flags["seed"] = flags.pop("engine_seed")
     assert flags.pop("tree_size") == Speculation().tree_size  # a part of `speculate`
-    own = {f"kv_{item.name}" for item in fields(KVSparsity) if item.name not in ("scorer", "allocator", "budget")}
+    own = {f"kv_{item.name}" for item in fields(KVSparsity) if item.name not in ("scorer", "budget")}
     assert {flags.pop(name) for name in own} == {None}  # parts of `kv_sparsity`
     # A tokenizer comes with a model that is in memory, which no flag can name.
     named = [name for name in parameters if name not in ("self", "tokenizer")]
@@ -339,6 +339,7 @@ def test_rollouts_are_lines_of_json(capsys, monkeypatch):
         "bench throughput",
         "bench serve",
         "eval kv",
+        "eval heads",
     ],
 )
 def test_help_has_a_word_on_each_flag_and_no_empty_default(verb, capsys):

@@ -184,6 +184,16 @@ def test_the_verb_writes_what_it_found(run, tmp_path):
     assert "knorm" in said.out and "100% done" in said.err
 
 
+def test_eight_bits_lose_something_by_themselves(run, tmp_path):
+    run("--mode=aware", "--budget=60", "--kv-cache-dtype=fp8_e4m3", f"--json={tmp_path}/found.json", "--policy=knorm")
+    [full] = [
+        cell
+        for cell in json.loads((tmp_path / "found.json").read_text())["results"]
+        if (cell["policy"], cell["task"]) == ("full", "all")
+    ]
+    assert full["held"] == 0.5 and full["kl"] > 0
+
+
 def test_texts_must_fit_twice_into_the_context(run):
     with pytest.raises(SystemExit):
         run("--tokens", 1025)
@@ -207,6 +217,7 @@ def test_baselines_are_always_there():
         (["--task", "poems"], "tasks: 'poems' is not one of passkey"),
         (["--mode", "later"], "modes: 'later' is not one of aware, agnostic, next"),
         (["--branches", "1"], "branches must be an integer in [2, 8] or 0"),
+        (["--kv-cache-dtype", "int4"], "kv_cache_dtype: 'int4' is not one of auto, fp8_e4m3"),
         (["--tokens", "0"], "tokens must be an integer of at least 128"),
     ],
 )

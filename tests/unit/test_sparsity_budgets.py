@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from treewise.sparsity import ALLOCATORS, Ada, FirstFull, KVSparsity, Pyramid, Table, Uniform
+from treewise.sparsity import ALLOCATORS, Ada, Calibrated, FirstFull, KVSparsity, Pyramid, Table, Uniform
 from treewise.sparsity.allocators import round_to, spread
 
 COUNTS = st.integers(1, 5000)
@@ -45,8 +47,13 @@ def test_spread_shares_stay_within_bounds_and_in_proportion(data, weights, low, 
 @given(st.sampled_from([*ALLOCATORS.keys() - {"full"}, "table"]), COUNTS, COUNTS, st.integers(2, 80), COUNTS)
 def test_budgets_sum_exactly(name, tokens, budget, num_layers, least):
     least = min(least, tokens, budget)
-    # A table that says the same as the budget.
-    allocator = Table((budget,) * num_layers) if name == "table" else ALLOCATORS[name]()
+    match name:
+        case "table":  # which says the same as the budget
+            allocator = Table((budget,) * num_layers)
+        case "calibrated":
+            allocator = Calibrated(tuple((1 + layer % 7, 0.01) for layer in range(num_layers)))
+        case _:
+            allocator = ALLOCATORS[name]()
     kept = allocator.layers(tokens, budget, num_layers, least)
     assert sum(kept) == num_layers * min(budget, tokens)
     assert len(kept) == num_layers and all(least <= count <= tokens for count in kept)
@@ -104,7 +111,7 @@ def test_a_pyramid_that_is_cut_off_at_the_top():
 @pytest.mark.parametrize("name", ALLOCATORS)
 def test_nothing_is_compressed_that_fits(name):
     for tokens in (1, 7, 64):
-        assert KVSparsity(allocator=name, budget=64).budgets(tokens, 5) == [tokens] * 5
+        assert KVSparsity(allocator=name, budget=64).budgets(tokens, 30) == [tokens] * 30
 
 
 @settings(max_examples=200, deadline=None)
@@ -154,6 +161,41 @@ def test_tables():
     assert FirstFull(1, Table(table.rows[1:])).heads(scores[:, 200:], 200, 2) == [100, 300]
 
 
+def test_weights_share_out_what_is_beyond_the_protected():
+    calibrated = Calibrated(((1, 3), (0.5, 0.5), (2, 1)))
+    assert calibrated.layers(1000, 110, 3, least=10) == [10 + 150, 10 + 38, 10 + 112]
+    assert calibrated.layers(120, 110, 3, least=10) == [120, 90, 120]  # no more than there are
+    scores = torch.zeros((2, 1000))
+    scores[:, :10] = torch.inf
+    assert calibrated.heads(scores, 160, 0) == [10 + 75, 10 + 225]
+    assert calibrated.heads(scores[:, :200], 160, 0) == [120, 200]
+    assert FirstFull(1, calibrated).heads(scores, 160, 1) == [85, 235]
+
+
+def test_weights_are_read_from_a_file(tmp_path):
+    calibrated = Calibrated(((1.25, 3.0), (0.5, 0.125)))
+    (tmp_path / "heads.json").write_text(json.dumps({"model": "m", "weights": calibrated.weights}))
+    assert Calibrated.load(tmp_path / "heads.json") == calibrated
+    policy = KVSparsity(allocator=str(tmp_path / "heads.json"))
+    assert policy.allocation == calibrated and policy.key == KVSparsity(allocator=calibrated).key
+    (tmp_path / "heads.json").write_text(json.dumps({"weights": [[1.0, -1.0]]}))
+    assert policy.allocation == calibrated, "what the file said when the policy was made holds"
+    for wrong in ('{"weights": [[1.0, -1.0]]}', '{"weights": 3}', "{}", "[]", "weights"):
+        (tmp_path / "heads.json").write_text(wrong)
+        with pytest.raises(ValueError, match=r"allocator: .*heads.json has no weights as `treewise eval heads` writes"):
+            KVSparsity(allocator=str(tmp_path / "heads.json"))
+    with pytest.raises(FileNotFoundError):
+        KVSparsity(allocator=str(tmp_path / "others.json"))
+
+
+def test_the_builtin_model_has_weights():
+    calibrated = Calibrated.builtin()
+    assert len(calibrated.weights) == 30 and all(len(row) == 3 for row in calibrated.weights)
+    policy = KVSparsity.named("calibrated", budget=0.25)
+    assert policy.per_head and policy.allocation == calibrated
+    assert sum(policy.budgets(2000, 30)) == 30 * 500
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -165,6 +207,14 @@ def test_tables():
         (
             lambda: FirstFull(3, Uniform()).layers(10, 5, 3),
             "first_full must be less than the 3 layers there are, not 3",
+        ),
+        (lambda: Calibrated(((1.0, 2.0), (1.0,))), r"weights\[1\] must have as many weights as weights\[0\]"),
+        (lambda: Calibrated(((),)), r"weights\[0\] must have as many weights"),
+        (lambda: Calibrated(((1.0, 0.0),)), r"weights\[0\] must be a number in \(0, 1e\+06\], not 0.0"),
+        (lambda: Calibrated(((1.0, 2.0),)).layers(10, 5, 3), "weights must be 3, one for each layer, not 1; `treewise"),
+        (
+            lambda: Calibrated(((1.0, 2.0),)).heads(torch.zeros(3, 9), 2, 0),
+            r"weights\[0\] must have 3 numbers, one for each KV head, not 2; `treewise eval heads`",
         ),
         (lambda: Pyramid(0.5), "beta"),
         (lambda: Pyramid(stairs=0), "stairs must be an integer of at least 1 or None"),
@@ -202,11 +252,11 @@ def test_heads_may_have_different_numbers_of_tokens(data, lengths, floor, seed):
         row[-1] = torch.inf
     numbers = draw.integers(1, 9, len(lengths))
     numbers[0] += -numbers.sum() % len(lengths)
-    for allocator in (Ada(floor), Table((tuple(numbers.tolist()),))):
+    for allocator in (Ada(floor), Table((tuple(numbers.tolist()),)), Calibrated((tuple(numbers.tolist()),))):
         counts = allocator.heads(scores, budget, 0)
         assert sum(counts) == len(lengths) * budget
         assert all(0 <= count <= length for count, length in zip(counts, lengths, strict=True))
-    assert min(counts) >= 1, "the table leaves each head what is protected"
+    assert min(counts) >= 1, "weights leave each head what is protected"
     order = sorted((-score, head) for head, row in enumerate(scores) for score in row.tolist())
     best = np.bincount([head for _, head in order[: len(lengths) * budget]], minlength=len(lengths))
     assert Ada(0.0).heads(scores, budget, 0) == best.tolist()

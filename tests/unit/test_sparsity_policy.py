@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model
 
-from treewise.sparsity import PRESETS, Ada, Evidence, KVSparsity, Pyramid, Table
+from treewise.sparsity import PRESETS, Ada, Calibrated, Evidence, KVSparsity, Pyramid, Table
 from treewise.sparsity.scorers import Oracle, SnapKV
+
+ANYONES = sorted(PRESETS.keys() - {"calibrated"})
+"""Policies that any model can have."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def test_selection_is_that_of_numpy_ties_included(data, kv_heads, tokens, window
         assert [row.tolist() for row in by_head] == reference(rows, counts, window, sinks)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ANYONES)
 def test_a_budget_of_all_tokens_keeps_them_in_order(name):
     policy = KVSparsity.named(name)
     evidence = make_evidence(50)
@@ -69,7 +72,7 @@ def test_a_budget_of_all_tokens_keeps_them_in_order(name):
         assert [row.tolist() for row in policy.keep_heads([evidence], budget)] == [list(range(50))] * 2
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ANYONES)
 @pytest.mark.parametrize("tokens", [1, 5, 36, 37, 90])
 def test_presets_keep_what_is_protected_and_as_many_as_they_say(name, tokens):
     policy = KVSparsity.named(name, budget=40)
@@ -126,6 +129,7 @@ def test_keys_tell_policies_apart():
     policies += [replace(KVSparsity(), **change) for change in (
         {"budget": 512}, {"budget": 1.0}, {"window": 16}, {"sinks": 0}, {"first_full": 1}, {"every": 8},
         {"trigger": "pressure"}, {"action": "hide"}, {"joint": True},
+        {"allocator": Calibrated(((1.0, 2.0),))}, {"allocator": Calibrated(((1.0, 3.0),))},
         {"scorer": SnapKV(32, 7)}, {"scorer": Oracle.of({3})}, {"allocator": Pyramid(10)}, {"allocator": Table((9,))},
     )]  # fmt: skip
     assert len({policy.key for policy in policies}) == len(policies)
@@ -136,7 +140,10 @@ def test_keys_tell_policies_apart():
     ("values", "message"),
     [
         ({"scorer": "snapkw"}, "scorer is 'snapkw'; choose one of expected_attention, full, h2o"),
-        ({"allocator": "table"}, "allocator is 'table'; choose one of ada, full, pyramid, uniform"),
+        (
+            {"allocator": "table"},
+            "allocator is 'table'; choose one of FILE.json, ada, calibrated, full, pyramid, uniform",
+        ),
         ({"scorer": type("Mine", (), {"num_queries": 0})()}, "scorer must say by its repr"),
         ({"allocator": object()}, "allocator must say by its repr"),
         ({"budget": 36}, r"budget must be an integer of at least 37, more than window \(32\) and sinks \(4\) together"),
@@ -159,7 +166,7 @@ def test_settings_are_checked(values, message):
 
 
 def test_unknown_names_are_refused_with_the_choices():
-    with pytest.raises(ValueError, match="policy is 'snap'; choose one of adakv, expected_attention, full, h2o"):
+    with pytest.raises(ValueError, match="policy is 'snap'; choose one of adakv, calibrated, expected_attention, full"):
         KVSparsity.named("snap")
 
 
@@ -181,6 +188,20 @@ def test_unknown_names_are_refused_with_the_choices():
             {"allocator": Table((50, (40, 50, 60)))},
             (None,) * 2,
             ["rows[1] must have 2 numbers, one for each KV head, not 3"],
+        ),
+        ({"allocator": Calibrated(((1, 2), (3, 4)))}, (None, 64, None), []),
+        (
+            {"allocator": "calibrated"},
+            (None,) * 2,
+            ["weights must be 2, one for each layer, not 30; `treewise eval heads` finds those of a model"],
+        ),
+        (
+            {"allocator": Calibrated(((1, 2, 3), (3, 4, 5)))},
+            (None,) * 2,
+            [
+                "weights[0] must have 2 numbers, one for each KV head, not 3; "
+                "`treewise eval heads` finds those of a model"
+            ],
         ),
     ],
 )

@@ -15,6 +15,7 @@ from treewise.sparsity.scorers import (
     RKV,
     TOVA,
     ExpectedAttention,
+    Induction,
     KeyDiff,
     Keyformer,
     KNorm,
@@ -111,6 +112,30 @@ def test_snapkv(reduce, pooling, kernel):
     close(scores[:, -16:], sums[:, -16:])
 
 
+@pytest.mark.parametrize(("ahead", "behind"), [(5, 2), (0, 0), (400, 1)])
+def test_induction(ahead, behind):
+    evidence = make_evidence(300, num_queries=16)
+    _, weights = attention(evidence)
+    sums = by_kv_head(weights.sum(1)).mean(1)
+    seen = sums[:, :-16]
+    near = [seen[:, max(0, i - ahead) : i + behind + 1].sum(1) / (ahead + 1 + behind) for i in range(seen.shape[1])]
+    looked_at = np.concatenate([np.stack(near, 1), sums[:, -16:]], 1)
+    keys, values = numbers(evidence.keys), numbers(evidence.values)
+    directions = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    middle = directions.mean(0) / np.linalg.norm(directions.mean(0), axis=-1, keepdims=True)
+    expected = np.sqrt(looked_at) * (1 - (directions * middle).sum(-1)).T * np.linalg.norm(values, axis=-1).T
+    close(Induction(16, ahead, behind).scores(evidence), expected, tolerance=1e-4)
+
+
+def test_what_follows_what_was_looked_at_stays():
+    evidence = make_evidence(200, num_queries=8)
+    evidence.keys[60] = evidence.queries[-1].unflatten(0, (2, -1)).mean(1) * 10
+    kept = KVSparsity(Induction(8, ahead=20, behind=2), budget=60, window=8, sinks=0).keep(evidence, 60)
+    for head in kept.tolist():
+        after, before = (sum(first <= token < first + 20 for token in head) for first in (61, 38))
+        assert 60 in head and after > before + 5
+
+
 def test_the_window_is_in_the_denominator():
     evidence = make_evidence(50, num_queries=10)
     scores = SnapKV(10, kernel_size=1).scores(evidence)
@@ -122,7 +147,7 @@ def test_a_window_looks_at_the_last_queries_only():
     last = evidence._replace(
         queries=evidence.queries[-6:], query_positions=evidence.query_positions[-6:], lse=evidence.lse[-6:]
     )
-    for scorer in (SnapKV(6), PyramidInfer(6), RKV(6), TOVA(), ExpectedAttention(6), Keyformer(6)):
+    for scorer in (SnapKV(6), Induction(6), PyramidInfer(6), RKV(6), TOVA(), ExpectedAttention(6), Keyformer(6)):
         torch.testing.assert_close(scorer.scores(evidence), scorer.scores(last))
 
 

@@ -18,10 +18,10 @@ from treewise.kv import KVManager
 from treewise.kv.kept import Kept, lay_out, num_pages
 from treewise.ops import rotate
 from treewise.scheduler import KeysGivenUp, PoolTooSmall
-from treewise.sparsity.allocators import Ada, Table
+from treewise.sparsity.allocators import Ada, Calibrated, Table
 from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.policy import KVSparsity
-from treewise.sparsity.scorers import SnapKV
+from treewise.sparsity.scorers import Induction, SnapKV
 from treewise.speculate.ngram import NgramDrafter
 from treewise.speculate.speculator import Speculator
 
@@ -36,6 +36,9 @@ POLICIES = {
     "first_full": KVSparsity.named("novita", budget=14, window=5, first_full=1),
     "adakv": KVSparsity.named("adakv", budget=16, window=4, sinks=2),
     "table": KVSparsity(allocator=Table(((9, 31), None, (20, 8))), window=4, sinks=1),
+    "calibrated": KVSparsity(
+        Induction(4, ahead=6, behind=1), Calibrated(((3, 1), (1, 2.5), (0.5, 0.1))), budget=16, window=4, sinks=2
+    ),
 }
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 

@@ -43,6 +43,7 @@ bench.command("treewise.bench.speculate:speculate", help="Decoding with guesses 
 app.command(bench)
 quality = App(name="eval", help="What a model's answers are worth when it keeps less.")
 quality.command("treewise.cli.evaluate:kv", help="Policies of KV sparsity against the dense cache.")
+quality.command("treewise.cli.evaluate:heads", help="Which heads of a model need their tokens, for budgets by head.")
 app.command(quality)
 
 

@@ -1,4 +1,4 @@
-"""The verb `eval kv`."""
+"""The verbs `eval kv` and `eval heads`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from treewise.bench.measure import describe_machine, make_table, progress
 from treewise.charts import check_matplotlib
 from treewise.cli.options import working
+from treewise.evaluate.calibrate import Calibration
 from treewise.evaluate.curves import draw
 from treewise.evaluate.study import QUICK, Study
 from treewise.evaluate.trial import MODES
@@ -40,6 +41,7 @@ def kv(
     new_tokens: int | None = None,
     branches: int | None = None,
     branch_policy: str | None = None,
+    kv_cache_dtype: str | None = None,
     quick: bool = False,
     model: str = "smollm2-135m",
     json_file: Annotated[Path | None, Parameter("--json")] = None,
@@ -76,6 +78,8 @@ def kv(
         Branches of one prompt that share what they keep, at most 8: 6; 3 if quick; 0 for none.
     branch_policy
         What these keep: snapkv:window=8 if left out.
+    kv_cache_dtype
+        What policies store keys and values as, once the prompt is read: auto, 16 bits; or fp8_e4m3.
     quick
         Shorter and fewer texts.
     model
@@ -98,6 +102,7 @@ def kv(
         "new_tokens": new_tokens,
         "branches": branches,
         "branch_policy": branch_policy,
+        "kv_cache_dtype": kv_cache_dtype,
     }
     named = {field: value for field, value in given.items() if value is not None}
     study = Study(**((QUICK if quick else {}) | named))
@@ -107,16 +112,7 @@ def kv(
     start = perf_counter()
     with _bar(study.total_tokens) as done:
         found = study.run(loaded, tokenizer, done)
-    result = {
-        "eval": "kv",
-        "model": model,
-        **asdict(study),
-        "machine": describe_machine(torch.device("cpu")),
-        "seconds": perf_counter() - start,
-        **found,
-    }
-    if json_file is not None:
-        json_file.write_text(json.dumps(json_safe(_rounded(result))) + "\n", encoding="utf-8")
+    result = _report("kv", model, study, start, found, json_file)
     if png is not None:
         draw(result, png)
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -127,6 +123,86 @@ def kv(
     console.print(f"Solved with a dense cache, on other texts: {solved}; recall counts those of at least half.")
     if found["branches"]:
         console.print(make_table("The last branch over what the others keep", list(map(_shared, found["branches"]))))
+
+
+def heads(
+    *,
+    json_file: Annotated[Path, Parameter("--json")] = Path("heads.json"),
+    policy: str | None = None,
+    budget: str | None = None,
+    task: str | None = None,
+    tokens: int | None = None,
+    seeds: int | None = None,
+    steps: int | None = None,
+    new_tokens: int | None = None,
+    model: str = "smollm2-135m",
+) -> None:
+    """Find out which heads of a model need their tokens, on a CPU in float32, for policies with budgets by head.
+
+    Texts are made up; none of them is one of `eval kv`. The file is an allocator: `--kv-allocator FILE` of other verbs
+    takes it, and so do policies as induction+FILE:window=16 of `eval kv`. What each KV head gets goes to standard
+    output.
+
+    Parameters
+    ----------
+    json_file
+        Where to write the weights.
+    policy
+        Whose scores say which tokens a head keeps first; induction if left out.
+    budget
+        Tokens that a layer keeps in the mean, or their share: 0.25.
+    task
+        What the texts ask for, with commas between: passkey, niah_single, niah_multikey, vt, fwe; all if left out.
+    tokens
+        Length of the texts: 640.
+    seeds
+        Texts of each task: 4.
+    steps
+        Steps of gradient descent, one text each: 240.
+    new_tokens
+        Length of the continuations that are compared, at least: 24.
+    model
+        A folder in Transformers' layout, a GGUF file, a hub id, or a built-in name.
+    """
+    given: dict[str, Any] = {
+        "policy": policy,
+        "budget": None if budget is None else _budget(budget),
+        "tasks": _words(task),
+        "tokens": tokens,
+        "seeds": seeds,
+        "steps": steps,
+        "new_tokens": new_tokens,
+    }
+    calibration = Calibration(**{field: value for field, value in given.items() if value is not None})
+    with working(f"Loading {model}"):
+        loaded, tokenizer = load_model(model, dtype="float32", device="cpu")
+    start = perf_counter()
+    with _bar(calibration.steps + calibration.seeds * len(calibration.tasks)) as done:
+        found = calibration.run(loaded, tokenizer, lambda what: done(what, 1))
+    _report("heads", model, calibration, start, found, json_file)
+    lines = [
+        {"layer": layer, **{f"head {head}": weight for head, weight in enumerate(row)}}
+        for layer, row in enumerate(found["weights"])
+    ]
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(make_table("Share of the budget beyond what always stays, over an even share", lines))
+
+
+def _report(
+    verb: str, model: str, settings: Study | Calibration, start: float, found: Mapping[str, Any], path: Path | None
+) -> dict[str, Any]:
+    """Return what was found out with how, and write it to a file if there is one."""
+    result = {
+        "eval": verb,
+        "model": model,
+        **asdict(settings),
+        "machine": describe_machine(torch.device("cpu")),
+        "seconds": perf_counter() - start,
+        **found,
+    }
+    if path is not None:
+        path.write_text(json.dumps(json_safe(_rounded(result))) + "\n", encoding="utf-8")
+    return result
 
 
 def _rounded(value: Any) -> Any:

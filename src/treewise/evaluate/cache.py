@@ -53,6 +53,13 @@ class Held(NamedTuple):
         positions = self.positions.gather(1, chosen).masked_fill(filling, NOWHERE)
         return Held(self.keys.gather(1, wide), self.values.gather(1, wide), positions)
 
+    def rounded(self, dtype: torch.dtype | None) -> Held:
+        """Return the keys and values that are left if they are stored as `dtype`; None: as they are."""
+        if dtype is None:
+            return self
+        keys, values = (part.to(dtype).to(part.dtype) for part in (self.keys, self.values))
+        return Held(keys, values, self.positions)
+
     @property
     def num_tokens(self) -> int:
         """Tokens that all heads hold together."""
@@ -119,6 +126,8 @@ class OfflineCache:
         Of each layer, the rows that were read.
     last : Tensor [hidden] or None
         What the model made of the last token, for `CausalLM.logits`.
+    stored : torch.dtype or None
+        What keys and values are rounded to; None: they are as the model made them, and count as 16 bits.
 
     Examples
     --------
@@ -139,6 +148,7 @@ class OfflineCache:
         self.held = [nothing] * config.num_layers
         self.asked: list[list[Asked]] = [[] for _ in range(config.num_layers)]
         self.last: Tensor | None = None
+        self.stored: torch.dtype | None = None
 
     @property
     def length(self) -> int:
@@ -148,7 +158,8 @@ class OfflineCache:
     def copy(self) -> Self:
         """Return a cache that can go on by itself."""
         other = type(self)(self.model)
-        other.tokens, other.held, other.last = list(self.tokens), list(self.held), self.last
+        other.tokens, other.held = list(self.tokens), list(self.held)
+        other.last, other.stored = self.last, self.stored
         other.asked = [list(rows) for rows in self.asked]
         return other
 
@@ -256,19 +267,19 @@ class OfflineCache:
                 other.held[layer] = self.held[layer].only(kept)
         return other
 
+    def store(self, dtype: torch.dtype | None) -> Self:
+        """Return a copy whose keys and values are rounded to a type, and those to come as well."""
+        other = self.copy()
+        other.stored, other.held = dtype, [held.rounded(dtype) for held in self.held]
+        return other
+
     def compress(self, policy: KVSparsity, seed: int = 0) -> Self:
         """Return a copy that holds only what a policy keeps of what was read."""
         return self.only(self.choose(policy, seed=seed))
 
-    def num_bytes(self, element_size: int = 2) -> int:
-        """Return the bytes of keys and values, and of the positions of those in layers that have lost some.
-
-        Parameters
-        ----------
-        element_size : int
-            Bytes of a number.
-        """
-        total = 0
+    def num_bytes(self) -> int:
+        """Return the bytes of keys and values, and of the positions of those in layers that have lost some."""
+        total, element_size = 0, 2 if self.stored is None else self.stored.itemsize
         for held in self.held:
             kv_heads, _, head_dim = held.keys.shape
             token = 2 * head_dim * element_size + POSITION_BYTES * (held.num_tokens < kv_heads * self.length)
@@ -296,7 +307,7 @@ def read_together(caches: Sequence[OfflineCache], texts: Sequence[Sequence[int]]
         outputs = []
         for cache, own, positions in zip(caches, rows, places, strict=True):
             new = Held(k[own].transpose(0, 1), v[own].transpose(0, 1), positions.expand(config.num_kv_heads, -1))
-            cache.held[layer] = cache.held[layer].and_also(new)
+            cache.held[layer] = cache.held[layer].and_also(new.rounded(cache.stored))
             asked = attend(
                 q[own],
                 positions,

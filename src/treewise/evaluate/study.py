@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
@@ -14,6 +14,7 @@ from treewise.evaluate.cache import OfflineCache
 from treewise.evaluate.summary import BASELINE, summarise, summarise_shared
 from treewise.evaluate.tasks import SANITY, TASKS, make, needles
 from treewise.evaluate.trial import MODES, ORACLE, Contender, Row, solved, try_policies
+from treewise.llm import KV_CACHE_DTYPES
 from treewise.models import CausalLM, Tokenizer
 from treewise.sparsity.scorers.kvzip import REPEAT
 
@@ -38,6 +39,12 @@ QUICK: dict[str, Any] = {
 """Settings of a `Study` for a first look."""
 
 
+def check_names(field: str, chosen: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names that are not known."""
+    if unknown := [word for word in chosen if word not in known]:
+        raise ValueError(f"{field}: {unknown[0]!r} is not one of {', '.join(known)}")
+
+
 @dataclass(frozen=True)
 class Study:
     """What is compared, on what.
@@ -60,6 +67,9 @@ class Study:
         Branches that share a prompt; 0 for none.
     branch_policy : str
         What they keep of it. No question is shorter than the default's window.
+    kv_cache_dtype : str
+        What policies store keys and values as, among `treewise.llm.KV_CACHE_DTYPES`. The dense cache that they are
+        compared with is not rounded, and counts as 16 bits.
 
     Raises
     ------
@@ -77,11 +87,12 @@ class Study:
     new_tokens: int = 16
     branches: int = 6
     branch_policy: str = "snapkv:window=8"
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, chosen, known in (("tasks", self.tasks, TASKS), ("modes", self.modes, MODES)):
-            if unknown := [word for word in chosen if word not in known]:
-                raise ValueError(f"{name}: {unknown[0]!r} is not one of {', '.join(known)}")
+        check_names("tasks", self.tasks, TASKS)
+        check_names("modes", self.modes, MODES)
+        check_names("kv_cache_dtype", [self.kv_cache_dtype], KV_CACHE_DTYPES)
         check_integer("tokens", self.tokens, 128)
         check_integer("seeds", self.seeds, 1)
         check_integer("selection_seeds", self.selection_seeds, 1)
@@ -150,6 +161,7 @@ class Study:
                     self.modes,
                     new_tokens=self.new_tokens,
                     repeat=tokenizer.encode(REPEAT, add_special_tokens=False),
+                    stored=KV_CACHE_DTYPES[self.kv_cache_dtype],
                     task=task,
                     seed=seed,
                 )

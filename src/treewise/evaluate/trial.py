@@ -228,6 +228,7 @@ def try_policies(
     *,
     new_tokens: int,
     repeat: Sequence[int],
+    stored: torch.dtype | None = None,
     task: str = "",
     seed: int = 0,
 ) -> list[Row]:
@@ -245,17 +246,21 @@ def try_policies(
         Length of the dense cache's continuation, or the answer's if that is more.
     repeat : sequence of int
         Tokens that ask for the text to be repeated, for kvzip.
+    stored : torch.dtype, optional
+        What all policies round keys and values to, once the prompt is read; the dense cache does not.
     task, seed
         Where the text came from; policies that draw do so from `seed`.
     """
     return [
         row
         for mode, way in ways_to_ask(model, encoded, modes, new_tokens).items()
-        for row in _try_way(way, contenders, repeat, task=task, seed=seed, mode=mode)
+        for row in _try_way(way, contenders, repeat, stored, task=task, seed=seed, mode=mode)
     ]
 
 
-def _try_way(way: Way, contenders: Sequence[Contender], repeat: Sequence[int], **labels: Any) -> list[Row]:
+def _try_way(
+    way: Way, contenders: Sequence[Contender], repeat: Sequence[int], stored: torch.dtype | None = None, **labels: Any
+) -> list[Row]:
     start, continuation = way.start, way.continuation
     answer, parts = way.question.answer, way.question.parts
 
@@ -281,7 +286,7 @@ def _try_way(way: Way, contenders: Sequence[Contender], repeat: Sequence[int], *
         choices.append(judge.choose(policy, start.length, labels["seed"]))
     caches, places = [start], []
     for choice in choices:
-        left = start.only(choice)
+        left = start.only(choice).store(stored)
         if smaller := left.num_bytes() < start.num_bytes():
             caches.append(left)
         places.append(len(caches) - 1 if smaller else 0)  # what keeps everything is the dense cache

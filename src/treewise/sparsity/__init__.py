@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treewise.sparsity.allocators import ALLOCATORS, Ada, Allocator, FirstFull, Pyramid, Table, Uniform
+from treewise.sparsity.allocators import ALLOCATORS, Ada, Allocator, Calibrated, FirstFull, Pyramid, Table, Uniform
 from treewise.sparsity.evidence import Evidence, Scorer
 from treewise.sparsity.policy import KVSparsity
 from treewise.sparsity.presets import PRESETS
@@ -14,6 +14,7 @@ __all__ = [
     "SCORERS",
     "Ada",
     "Allocator",
+    "Calibrated",
     "Evidence",
     "FirstFull",
     "KVSparsity",

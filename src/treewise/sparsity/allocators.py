@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from pathlib import Path
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -266,6 +270,97 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Calibrated:
+    """To each KV head of each layer in proportion to a weight that was found out for the model beforehand.
+
+    Few heads retrieve, and the others do with the first and the last tokens (Xiao et al., 2024, arXiv 2410.10819; Fu et
+    al., 2024, arXiv 2410.19258). Each head has what always stays, and its share of what the budget has beyond that.
+    `treewise.evaluate.calibrate` finds weights for a model.
+
+    Attributes
+    ----------
+    weights : tuple of tuple of float
+        For each layer the positive weights of its KV heads.
+
+    Raises
+    ------
+    ValueError
+        If they are not positive numbers, as many for each layer.
+    """
+
+    weights: tuple[tuple[float, ...], ...]
+
+    per_head: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for layer, row in enumerate(self.weights):
+            if not row or len(row) != len(self.weights[0]):
+                raise ValueError(f"weights[{layer}] must have as many weights as weights[0], and at least one")
+            for weight in row:
+                check_number(f"weights[{layer}]", weight, 0, 1e6, open_low=True)
+
+    @classmethod
+    def load(cls, path: str | Path | Traversable) -> Self:
+        """Read what ``treewise eval heads`` wrote.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read.
+        ValueError
+            If there are no weights in it.
+        """
+        try:
+            found = json.loads((Path(path) if isinstance(path, str) else path).read_text("utf-8"))
+            return cls(tuple(tuple(row) for row in found["weights"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"allocator: {path} has no weights as `treewise eval heads` writes them: {error}"
+            ) from None
+
+    @classmethod
+    def builtin(cls, model: str = "smollm2-135m") -> Self:
+        """Return the weights of a built-in model."""
+        return cls.load(files("treewise.sparsity") / f"{model}.json")
+
+    def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
+        """See `Allocator.layers`.
+
+        Raises
+        ------
+        ValueError
+            If there are weights for another number of layers.
+        """
+        if num_layers != len(self.weights):
+            have = f"weights must be {num_layers}, one for each layer, not {len(self.weights)}"
+            raise ValueError(f"{have}; `treewise eval heads` finds those of a model")
+        rows = [sum(row) for row in self.weights]
+        return _above([least] * num_layers, num_layers * min(budget, tokens), rows, [tokens] * num_layers)
+
+    def heads(self, scores: Sequence[Tensor], budget: int, layer: int) -> list[int]:
+        """See `Allocator.heads`.
+
+        Raises
+        ------
+        ValueError
+            If there are weights for another number of heads.
+        """
+        row = self.weights[layer]
+        if len(row) != len(scores):
+            have = f"weights[{layer}] must have {len(scores)} numbers, one for each KV head, not {len(row)}"
+            raise ValueError(f"{have}; `treewise eval heads` finds those of a model")
+        least = [int(head.isinf().sum()) for head in scores]
+        return _above(least, len(scores) * budget, row, [len(head) for head in scores])
+
+
+def _above(least: Sequence[int], total: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
+    """Share `total` out: to each what it has at `least`, and of the rest in proportion to its weight, up to `most`."""
+    room = [high - low for low, high in zip(least, most, strict=True)]
+    more = spread(total - sum(least), weights, low=[0] * len(least), high=room)
+    return [low + share for low, share in zip(least, more, strict=True)]
+
+
+@dataclass(frozen=True)
 class FirstFull:
     """The first layers keep everything; another allocator spreads the budget over the others, as if alone.
 
@@ -301,5 +396,11 @@ class FirstFull:
         return [budget] * len(scores) if layer < self.count else self.then.heads(scores, budget, layer - self.count)
 
 
-ALLOCATORS: dict[str, Callable[[], Allocator]] = {"full": Full, "uniform": Uniform, "pyramid": Pyramid, "ada": Ada}
+ALLOCATORS: dict[str, Callable[[], Allocator]] = {
+    "full": Full,
+    "uniform": Uniform,
+    "pyramid": Pyramid,
+    "ada": Ada,
+    "calibrated": Calibrated.builtin,
+}
 """Those that can be chosen by name; a `Table` is given as it is."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treewise.config import ModelConfig, check_integer, check_number
-from treewise.sparsity.allocators import ALLOCATORS, Allocator, FirstFull
+from treewise.sparsity.allocators import ALLOCATORS, Allocator, Calibrated, FirstFull
 from treewise.sparsity.evidence import Evidence, Scorer
 from treewise.sparsity.presets import PRESETS
 from treewise.sparsity.scorers import SCORERS
@@ -31,7 +31,8 @@ class KVSparsity:
         Says which tokens are worth keeping; by name one of `SCORERS`, which looks at as many of the last queries as the
         window has, where it looks at the last ones.
     allocator : str or Allocator
-        Spreads the budget over layers, and perhaps over the heads of a layer; by name one of `ALLOCATORS`.
+        Spreads the budget over layers, and perhaps over the heads of a layer; by name one of `ALLOCATORS`, or the path
+        of a JSON file with weights for a `Calibrated`.
     budget : int or float
         Tokens a layer keeps in the mean, protected ones included; more than `window` and `sinks` together. A float in
         (0, 1] is a share of the tokens there are.
@@ -99,9 +100,11 @@ class KVSparsity:
         elif type(self.scorer).__repr__ is object.__repr__:
             raise ValueError(f"scorer must say by its repr what it is, as a dataclass does, not {self.scorer!r}")
         if isinstance(self.allocator, str):
-            _check_choice("allocator", self.allocator, ALLOCATORS)
+            if not self.allocator.endswith(".json"):
+                _check_choice("allocator", self.allocator, [*ALLOCATORS, "FILE.json"])
         elif type(self.allocator).__repr__ is object.__repr__:
             raise ValueError(f"allocator must say by its repr what it is, as a dataclass does, not {self.allocator!r}")
+        _ = self.allocation  # what is in a file now holds from now on
 
     @classmethod
     def named(cls, name: str, **settings: Any) -> Self:
@@ -123,7 +126,9 @@ class KVSparsity:
     @cached_property
     def allocation(self) -> Allocator:
         """The allocator itself, behind the layers that keep everything."""
-        allocator = ALLOCATORS[self.allocator]() if isinstance(self.allocator, str) else self.allocator
+        allocator = self.allocator
+        if isinstance(allocator, str):
+            allocator = ALLOCATORS[allocator]() if allocator in ALLOCATORS else Calibrated.load(allocator)
         return FirstFull(self.first_full, allocator) if self.first_full else allocator
 
     @property

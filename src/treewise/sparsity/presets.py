@@ -13,6 +13,8 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "snapkv": {"scorer": "snapkv"},
     "pyramidkv": {"scorer": "snapkv", "allocator": "pyramid"},
     "adakv": {"scorer": "snapkv", "allocator": "ada"},
+    "induction": {"scorer": "induction", "window": 16},
+    "calibrated": {"scorer": "induction", "allocator": "calibrated", "window": 16},
     "h2o": {"scorer": "h2o"},
     "tova": {"scorer": "tova", "every": 64},
     "keydiff": {"scorer": "keydiff"},

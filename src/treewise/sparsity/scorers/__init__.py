@@ -8,6 +8,7 @@ from treewise.sparsity.evidence import Scorer
 from treewise.sparsity.scorers.expected_attention import ExpectedAttention
 from treewise.sparsity.scorers.full import Full
 from treewise.sparsity.scorers.h2o import H2O
+from treewise.sparsity.scorers.induction import Induction
 from treewise.sparsity.scorers.keydiff import KeyDiff
 from treewise.sparsity.scorers.keyformer import Keyformer
 from treewise.sparsity.scorers.knorm import KNorm
@@ -27,6 +28,7 @@ __all__ = [
     "TOVA",
     "ExpectedAttention",
     "Full",
+    "Induction",
     "KNorm",
     "KVzip",
     "KeyDiff",
@@ -43,6 +45,7 @@ SCORERS: dict[str, Callable[[int], Scorer]] = {
     "random": lambda window: Random(),
     "streaming": lambda window: Streaming(),
     "snapkv": lambda window: SnapKV(num_queries=max(1, window)),
+    "induction": lambda window: Induction(num_queries=max(1, window)),
     "h2o": lambda window: H2O(),
     "tova": lambda window: TOVA(),
     "keydiff": lambda window: KeyDiff(),
