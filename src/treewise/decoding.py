@@ -124,6 +124,11 @@ class DecodeRun:
             known[text] = self.limits.lexicon.start(grammar, text)
         return known[text].fork()
 
+    @property
+    def width(self) -> int:
+        """See `Run.width`."""
+        return len(self.leaves if self._thicket is None else self._thicket.rows)
+
     def lanes(self) -> list[Lane | Thicket]:
         """See `Run.lanes`."""
         if self._thicket is not None:

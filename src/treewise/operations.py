@@ -78,6 +78,10 @@ class Run(Protocol):
 
     task: Task
 
+    @property
+    def width(self) -> int:
+        """How many paths it goes on with."""
+
     def lanes(self) -> list[Lane | Thicket]:
         """Return the paths whose logits are still awaited."""
 
@@ -144,6 +148,11 @@ class ObserveRun:
             Lane(branch.tree, branch.end, start - 1, branch.num_tokens - 1): i
             for i, (branch, start) in enumerate(zip(operation.branches, operation.starts, strict=True))
         }
+
+    @property
+    def width(self) -> int:
+        """See `Run.width`."""
+        return len(self.branches)
 
     def lanes(self) -> list[Lane | Thicket]:
         """See `Run.lanes`."""
