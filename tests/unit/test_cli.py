@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from dataclasses import fields, replace
+from importlib.metadata import version
 from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 import treewise.llm
@@ -389,6 +391,30 @@ def test_models_and_env(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert "smollm2-135m" in out and "nothing yet" in out
     assert "torch" in out and str(tmp_path) in out
+
+
+def test_env_has_what_a_bug_report_needs_and_no_secret(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TREEWISE_CACHE", str(tmp_path))
+    monkeypatch.setenv("TREEWISE_API_KEY", "hush")
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:hush@mirror/hub")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("UNRELATED", "hush")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.gguf").write_bytes(b"12345")
+    main(["env", "--json"])
+    out = capsys.readouterr().out
+    facts = json.loads(out)
+    assert "hush" not in out and "UNRELATED" not in out
+    assert facts["environment"]["HF_TOKEN"] == facts["environment"]["TREEWISE_API_KEY"] == "(set, not shown)"
+    assert facts["environment"]["HF_ENDPOINT"] == "https://…@mirror/hub"
+    assert facts["environment"]["TOKENIZERS_PARALLELISM"] == "false"
+    assert facts["packages"]["torch"] == version("torch") and facts["cpu"]["cores"] and facts["cpu"]["model"]
+    assert facts["cpu"]["memory"] > 2**28 and len(facts["cuda"]["devices"]) == torch.cuda.device_count()
+    assert facts["cache"] == {"folder": str(tmp_path), "models": {"a.gguf": 5}}
+    main(["env"])
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["treewise"].strip() == facts["treewise"] and "hush" not in str(lines)
 
 
 def test_version(capsys):

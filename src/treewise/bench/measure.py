@@ -98,9 +98,9 @@ def describe_machine(device: torch.device) -> dict[str, object]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     threads = torch.get_num_threads()
-    return {"device": name, "cores": os.cpu_count(), "threads": threads, "versions": versions, "commit": _commit()}
+    return {"device": name, "cores": os.cpu_count(), "threads": threads, "versions": versions, "commit": commit()}
 
 
 def peak_memory(device: torch.device) -> int:
@@ -150,7 +150,8 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -158,7 +159,7 @@ def _processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Find the commit of the checkout that this file lies in, marked where it has changes; None outside one."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     try:

@@ -32,7 +32,7 @@ app.command("treewise.cli.search:strategies", help="List the strategies of searc
 app.command("treewise.cli.serve:serve", help="Serve a model over OpenAI's API.")
 app.command("treewise.cli.train:train_medusa", help="Train heads that guess some tokens ahead, for speculation.")
 app.command("treewise.cli.info:models", help="List the built-in models and the converted copies in the cache.")
-app.command("treewise.cli.info:env", help="Print versions, devices and folders, for bug reports.")
+app.command("treewise.cli.info:env", help="Print versions, devices, settings and folders, for bug reports.")
 bench = App(name="bench", help="Timed runs; the last line of standard output is JSON.")
 bench.command("treewise.bench.attention:attention", help="Attention methods on named trees.")
 bench.command("treewise.bench.fit:fit", help="Fit what picks the attention method on this device.")

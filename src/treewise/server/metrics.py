@@ -68,7 +68,10 @@ COUNTERS = {
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request to its first token.", TICKS),
     "inter_token_latency_seconds": ("Between two steps that gave a request tokens.", TICKS),
-    "request_time_per_output_token_seconds": ("Decode time over tokens but the first, of all branches together.", TICKS),
+    "request_time_per_output_token_seconds": (
+        "Decode time over tokens but the first, of all branches together.",
+        TICKS,
+    ),
     "e2e_request_latency_seconds": ("From a request to its end.", TICKS),
     "request_queue_time_seconds": ("From a request to its first row.", TICKS),
     "request_prefill_time_seconds": ("From its first row to its first token.", TICKS),

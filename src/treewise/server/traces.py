@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from time import perf_counter, time_ns
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
@@ -45,14 +44,15 @@ class Traces(Observer):
 
     def __init__(self, endpoint: str, model_name: str, exporter: SpanExporter | None = None) -> None:
         url = traces_url(endpoint)
-        check_opentelemetry()
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ValueError("traces_endpoint: needs OpenTelemetry; pip install 'treewise[traces]'") from error
         self._trace = trace
         own = Resource({"service.name": "treewise", "service.version": __version__})
         self._provider = TracerProvider(resource=Resource.create().merge(own).merge(OTELResourceDetector().detect()))
@@ -115,7 +115,7 @@ class Traces(Observer):
             "treewise.strategy": job.strategy,
         }
         if job.outcome == "error":
-            attributes["error.type"] = "error"
+            attributes["error.type"] = "_OTHER"
         if job.first is not None:
             attributes["gen_ai.response.time_to_first_chunk"] = job.first - job.arrived
         if (usage := job.usage) is not None:
@@ -127,17 +127,6 @@ class Traces(Observer):
                 "treewise.kv.per_sequence_bytes": usage.kv_bytes_per_sequence,
             }
         return attributes
-
-
-def check_opentelemetry() -> None:
-    """Raise ValueError if what sends spans is not installed."""
-    for package in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
-        try:
-            found = importlib.util.find_spec(package) is not None
-        except ModuleNotFoundError:  # the package around it
-            found = False
-        if not found:
-            raise ValueError("traces_endpoint: needs OpenTelemetry; pip install 'treewise[traces]'")
 
 
 def traces_url(endpoint: str) -> str:
