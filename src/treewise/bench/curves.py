@@ -9,13 +9,15 @@ from typing import Any
 from treewise.charts import COLOURS
 
 
-def draw(result: Mapping[str, Any], path: Path) -> None:
+def draw(result: Mapping[str, Any], title: str, path: Path) -> None:
     """Draw what `treewise bench serve` measured.
 
     Parameters
     ----------
     result : mapping
         The line of JSON that the benchmark prints.
+    title : str
+        Whom it is of.
     path : Path
         Where to write the picture.
     """
@@ -43,9 +45,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     wait.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     wait.yaxis.set_major_formatter("{x:g}")
     wait.yaxis.set_minor_formatter("")
-    pool = "room for all" if result["kv_tokens"] is None else f"a pool of {result['kv_tokens']:,} tokens"
     lengths = f"{result['input_tokens']:,} tokens in, {result['output_tokens']:,} out"
-    device = result["machine"]["device"]
-    figure.suptitle(f"{lengths}, {pool}, {result['model']}, {result['dtype']}, {device}", fontsize=10)
+    figure.suptitle(f"{lengths}, {title}", fontsize=10)
     speed.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)

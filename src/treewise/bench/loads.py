@@ -72,8 +72,8 @@ class Demand:
         """Tokens of a request when it ends."""
         return self.input_tokens + self.output_tokens
 
-    def check(self, subject: Subject) -> None:
-        """Refuse what cannot be asked of a model.
+    def check(self, subject: Subject | None = None) -> None:
+        """Refuse what cannot be asked of a model; None for one that is somewhere else.
 
         Raises
         ------
@@ -83,7 +83,7 @@ class Demand:
         check_integer("input_tokens", self.input_tokens, 1)
         check_integer("output_tokens", self.output_tokens, 2)
         check_integer("repeats", self.repeats, 1)
-        if self.length > (limit := subject.config().max_positions):
+        if subject is not None and self.length > (limit := subject.config().max_positions):
             raise ValueError(
                 f"output_tokens: paths of {self.length} tokens are longer than the model's context, {limit}"
             )
@@ -97,12 +97,13 @@ class Demand:
                 raise ValueError(f"rate: {self.against} gets one batch after the other, whose requests come together")
             check_installed(self.against)
 
-    def levels(self, subject: Subject) -> list[tuple[str, int, float | None]]:
+    def levels(self, subject: Subject | None = None) -> list[tuple[str, int, float | None]]:
         """Return name, requests and rate of each load; requests that come at a rate may all be under way."""
         if self.rate is not None:
             count = 40 if self.num_prompts is None else self.num_prompts
             return [(f"{word} a second", count, _read_rate(word)) for word in self.rate.split(",")]
-        words = self.concurrency or ("1,2" if subject.place.type == "cpu" else "1,5,10,20,40")
+        on_cpu = subject is not None and subject.place.type == "cpu"
+        words = self.concurrency or ("1,2" if on_cpu else "1,5,10,20,40")
         return [(f"{count} at once", count, None) for count in map(_read_count, words.split(","))]
 
     def loads(self, subject: Subject, vocab_size: int, shared: int = 0) -> list[Load]:
@@ -129,11 +130,14 @@ class Demand:
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts, how many of them are worked on at a time, and perhaps how many come a second."""
+    """Prompts, how many of them are worked on at a time, and perhaps how many come a second.
+
+    An engine takes prompts of token ids, a server text and messages too.
+    """
 
     name: str
     concurrency: int
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Any]
     new_tokens: int
     rate: float | None = None
 
@@ -246,7 +250,7 @@ def run_load(llm: LLM, load: Load, seed: int) -> Facts:
     paces = [(client.last - client.first) / (load.new_tokens - 1) for client in clients if client.first and client.last]
     cached = sum(client.request.tree.cached_tokens for client in clients)
     return {
-        **_rates(load, seconds),
+        **rates(len(load.prompts), len(load.prompts) * load.new_tokens, seconds),
         "ttft_s": percentiles(waits),
         "tpot_ms": percentiles([pace * 1e3 for pace in paces]),
         "prefix_hits": cached / sum(map(len, load.prompts)) if engine.kv.enable_prefix_caching else None,
@@ -266,46 +270,49 @@ def run_batches(engine: OtherEngine, load: Load, seed: int) -> Facts:
     seconds = perf_counter() - start
     if decoded != len(load.prompts) * load.new_tokens:
         raise RuntimeError(f"{decoded} tokens were decoded, not {len(load.prompts) * load.new_tokens}")
-    return _rates(load, seconds)
+    return rates(len(load.prompts), decoded, seconds)
 
 
-def publish(demand: Demand, subject: Subject, loaded: Loaded, facts: Facts, json_file: Path | None) -> Facts:
-    """Print the table and the line of JSON of what was measured, and return the latter.
-
-    Parameters
-    ----------
-    demand, subject, loaded
-        What was asked of whom.
-    facts : dict
-        What else the result says; its ``results`` are the rows.
-    json_file : Path or None
-        Write the result here too.
-    """
-    result: Facts = {
-        **facts,
-        **asdict(demand),
+def about(subject: Subject, loaded: Loaded) -> Facts:
+    """Tell what the engines were that results are of."""
+    return {
         **asdict(subject),
         "dtype": str(loaded[0].dtype).removeprefix("torch."),
         "machine": describe_machine(subject.place),
         "peak_memory_gb": peak_memory(subject.place) / 1e9,
     }
+
+
+def publish(demand: Demand, facts: Facts, title: str, json_file: Path | None) -> Facts:
+    """Print the table and the line of JSON of what was measured, and return the latter.
+
+    Parameters
+    ----------
+    demand : Demand
+    facts : dict
+        What else the result says; its ``results`` are the rows.
+    title : str
+        Whom they are of.
+    json_file : Path or None
+        Write the result here too.
+    """
+    result: Facts = {**facts, **asdict(demand)}
     if json_file is not None:
         json_file.write_text(json.dumps(json_safe(result), indent=1) + "\n", encoding="utf-8")
     rows = result["results"]
     print(*notes(rows), sep="\n", file=sys.stderr)
     lines = [_line(row) for row in rows]
     shown = [{name: line[name] for name in line if any(each[name] is not None for each in lines)} for line in lines]
-    lengths = f"{demand.input_tokens} tokens in, {demand.output_tokens} out"
-    report(f"{lengths}, {subject.model}, {result['dtype']}, {subject.device}", shown, result)
+    report(f"{demand.input_tokens} tokens in, {demand.output_tokens} out, {title}", shown, result)
     return result
 
 
-def _rates(load: Load, seconds: float) -> Facts:
-    requests = len(load.prompts)
+def rates(requests: int, tokens: int, seconds: float) -> Facts:
+    """Return what so many requests, and so many decoded tokens of them, are a second."""
     return {
         "requests": requests,
         "whole_s": seconds,
-        "tokens_per_s": requests * load.new_tokens / seconds,
+        "tokens_per_s": tokens / seconds,
         "requests_per_s": requests / seconds,
     }
 
@@ -331,13 +338,16 @@ def _read_rate(word: str) -> float:
 
 
 def _line(row: Facts) -> Facts:
-    waits, paces = row.get("ttft_s") or {}, row.get("tpot_ms") or {}
+    waits, paces, gaps = row.get("ttft_s") or {}, row.get("tpot_ms") or {}, row.get("itl_ms") or {}
     return {
         "requests": row["case"],
         "engine": row["engine"],
         "tokens/s": row.get("tokens_per_s"),
         **{f"TTFT {name} s": waits.get(name) for name in ("p50", "p99")},
         **{f"TPOT {name} ms": paces.get(name) for name in ("p50", "p99")},
+        "ITL p99 ms": gaps.get("p99"),
+        **{f"whole {name} s": (row.get("e2e_s") or {}).get(name) for name in ("p50", "p99")},
+        "errors": sum(row["errors"].values()) if row.get("errors") else None,
         "hits": row.get("prefix_hits"),
         "preempted": row.get("preemptions"),
         "slots": row.get("peak_slots"),

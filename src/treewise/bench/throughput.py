@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from treewise.bench.loads import Demand, compare_engines, publish
+from treewise.bench.loads import Demand, about, compare_engines, publish
 from treewise.bench.subject import Subject, read_methods
 from treewise.config import check_integer
 
@@ -42,4 +42,5 @@ def throughput(
     options = {method: {"attention": method} for method in methods}
     rows = compare_engines(demand, subject, loaded, options, shared_prefix_tokens)
     facts = {"bench": "throughput", "shared_prefix_tokens": shared_prefix_tokens, "results": rows}
-    publish(demand, subject, loaded, facts, json_file)
+    facts |= about(subject, loaded)
+    publish(demand, facts, f"{subject.model}, {facts['dtype']}, {subject.device}", json_file)
