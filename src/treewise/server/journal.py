@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
 from typing import Any
 
 from treewise.engine import Engine
@@ -60,6 +63,17 @@ class Journal(Observer):
     def refused(self, reason: str) -> None:
         """See `Observer.refused`."""
         LOGGER.info("request refused", extra={FACTS: {"reason": reason}})
+
+
+def write_log() -> None:
+    """Write what is logged to standard error, as lines of JSON, from a thread of its own: nobody waits for a reader."""
+    waiting = QueueHandler(SimpleQueue())
+    waiting.setFormatter(JSONLines())
+    logging.basicConfig(level=logging.WARNING, handlers=[waiting])
+    logging.getLogger("treewise").setLevel(logging.INFO)
+    listener = QueueListener(waiting.queue, logging.StreamHandler())
+    listener.start()
+    atexit.register(listener.stop)
 
 
 def _costs(job: Job) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
             app,
+            log_config=None,  # its records go where ours go
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -86,3 +86,19 @@ class ServerOptions:
         check_number("drain_timeout", self.drain_timeout, 0, 1e9)
         if "" in self.api_key:
             raise ValueError("api_key: an empty key lets nobody in; leave it out to let everybody in")
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """What a server tells of itself beside its metrics, a flag each.
+
+    Parameters
+    ----------
+    log_json : bool
+        Write the log as lines of JSON to standard error, one for each request among them, without its text.
+    traces_endpoint : str
+        Send OpenTelemetry's traces to this URL, such as http://localhost:4318.
+    """
+
+    log_json: bool = False
+    traces_endpoint: str | None = None
