@@ -26,7 +26,7 @@ CHAT = (
 )
 
 
-def write_model(folder: Path, max_positions: int = 512) -> Path:
+def write_model(folder: Path, max_positions: int = 2048) -> Path:
     """Write a random Llama of two layers, whose tokens are bytes, in Transformers' layout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
