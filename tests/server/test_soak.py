@@ -27,7 +27,14 @@ CLIENTS = int(os.environ.get("TREEWISE_SOAK_CLIENTS", "24"))
 SEED = int(os.environ.get("TREEWISE_SOAK_SEED", "0"))
 
 BODY_LIMIT = 100_000
-LIMITS = {"max-body-bytes": BODY_LIMIT, "max-running": 12, "max-waiting": 4, "max-n": 8, "time-limit": 60}
+LIMITS = {
+    "num-kv-slots": 16_384,
+    "max-body-bytes": BODY_LIMIT,
+    "max-running": 12,
+    "max-waiting": 4,
+    "max-n": 8,
+    "time-limit": 60,
+}
 REFUSED = {400, 404, 413, 415, 422}
 BUSY = 429
 CRANKS = 12
