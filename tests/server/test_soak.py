@@ -38,9 +38,11 @@ LIMITS = {
 REFUSED = {400, 404, 413, 415, 422}
 BUSY = 429
 CRANKS = 12
-"""Looks at the server's memory; the first third is for it to grow."""
-MOST_GROWTH = 48 << 20
-"""Bytes that it may grow by after that."""
+"""Looks at the server's memory. PyTorch keeps something for every shape it has seen: some hundred megabytes in time."""
+MOST_GROWTH = 96 << 20
+"""Bytes that it may grow by in the last third of the looks."""
+MOST_MEMORY = 1500 << 20
+"""Bytes that it may have."""
 
 ODD = (
     *(
@@ -458,8 +460,8 @@ def test_a_server_lives_through_everything_and_keeps_nothing(tmp_path, capsys):
         slots = state["kv_slots"]
         assert state["running"] == state["waiting"] == slots["held"] == 0 and state["health"] == "ok"
         assert slots["free"] + slots["cached"] == slots["total"]
-    settled = CRANKS // 3
-    assert max(memory[settled:]) - memory[settled] < MOST_GROWTH
-    assert max(threads[settled:]) <= threads[settled] + 1 and files[-1] <= files[settled] + 8
+    third = CRANKS // 3
+    assert max(memory[-third:]) - memory[-third] < MOST_GROWTH and max(memory) < MOST_MEMORY
+    assert max(threads) <= threads[third] + 1 and files[-1] <= files[third] + 8
     assert len(clients.times) == len(clients.kinds), "every kind has been"
     assert 'num_requests_running{model_name="' in metrics
