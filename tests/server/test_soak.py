@@ -12,13 +12,16 @@ import asyncio
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter, defaultdict
+from threading import Thread
 from time import perf_counter
 
 import aiohttp
+import psutil
 import pytest
-from served import serving, write_model
+from serving import process
 
 from treewise.bench.steps import percentiles
 
@@ -436,12 +439,17 @@ async def soak(url, process, seconds):
 
 @pytest.mark.stress
 @pytest.mark.timeout(SECONDS + 300)
-def test_a_server_lives_through_everything_and_keeps_nothing(tmp_path, capsys):
-    model = os.environ.get("TREEWISE_SOAK_MODEL") or write_model(tmp_path)
-    flags = [word for name, value in LIMITS.items() for word in (f"--{name}", value)]
-    began = time.monotonic()
-    with serving(model, *flags) as (url, process):
-        clients, looks, metrics = asyncio.run(soak(url, process, SECONDS))
+def test_a_server_lives_through_everything_and_keeps_nothing(tiny_folder, capsys):
+    model = os.environ.get("TREEWISE_SOAK_MODEL") or str(tiny_folder)
+    flags = [str(word) for name, value in LIMITS.items() for word in (f"--{name}", value)]
+    began, said = time.monotonic(), []
+    with process(model, "--device", "cpu", *flags) as (server, url):
+        reader = Thread(target=lambda: said.extend(server.stderr))  # else it would wait for one at last
+        reader.start()
+        clients, looks, metrics = asyncio.run(soak(url, psutil.Process(server.pid), SECONDS))
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        reader.join()
     states, memory, threads, files = zip(*looks, strict=True)
     report = {
         "seconds": time.monotonic() - began,
@@ -452,6 +460,7 @@ def test_a_server_lives_through_everything_and_keeps_nothing(tmp_path, capsys):
         "threads": threads,
         "files": files,
         "wrong": clients.wrong,
+        "said": Counter(said).most_common(5),
     }
     with capsys.disabled():
         print("\n" + json.dumps(report, indent=1, default=str))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
+import signal
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from time import perf_counter, time
 
+import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from serving import process
 
 from treewise.results import Usage
 from treewise.server.jobs import Job
 from treewise.server.journal import LOGGER, Journal, JSONLines
+from treewise.server.metrics import CONTENT_TYPE
 from treewise.server.traces import Traces, traces_url
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -97,12 +102,17 @@ def test_names_of_the_service_are_the_environments(spans, monkeypatch):
     assert whole.resource.attributes["service.name"] == "trees"
 
 
-def test_a_collector_gets_them_over_http():
+@pytest.fixture
+def collector():
+    """The URL of a collector, and what it has got."""
     got = []
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self):
-            got.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            sent = ExportTraceServiceRequest.FromString(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
+            spans = [span for part in sent.resource_spans for scope in part.scope_spans for span in scope.spans]
+            got.append((self.path, spans))
             self.send_response(200)
             self.end_headers()
 
@@ -112,15 +122,40 @@ def test_a_collector_gets_them_over_http():
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        traces = Traces(f"http://127.0.0.1:{server.server_port}", "tiny")
-        traces.ended(job())
-        traces.close()
+        yield f"http://127.0.0.1:{server.server_port}", got
         server.shutdown()
         thread.join()
-    [(path, body)] = got
-    sent = ExportTraceServiceRequest.FromString(body)
-    names = [span.name for part in sent.resource_spans for scope in part.scope_spans for span in scope.spans]
-    assert path == "/v1/traces" and names == ["queue", "prefill", "decode", "chat tiny"]
+
+
+def test_a_collector_gets_them_over_http(collector):
+    url, got = collector
+    traces = Traces(url, "tiny")
+    traces.ended(job())
+    traces.close()
+    [(path, sent)] = got
+    assert path == "/v1/traces" and [span.name for span in sent] == ["queue", "prefill", "decode", "chat tiny"]
+
+
+def test_a_server_process_tells_all_of_it(collector, tiny_folder):
+    endpoint, got = collector
+    flags = ["--device", "cpu", "--num-kv-slots", "4096", "--log-json", "--traces-endpoint", endpoint]
+    with process(str(tiny_folder), *flags, "--served-model-name", "small") as (server, url):
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        body = {"prompt": "hush", "max_tokens": 5, "n": 2, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).json()
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": 3}).status_code == 400
+        told = httpx.get(f"{url}/metrics")
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        lines = [json.loads(line) for line in server.stderr]
+    assert told.headers["content-type"] == CONTENT_TYPE
+    assert 'treewise:generation_tokens_total{model_name="small"} 10.0' in told.text
+    assert 'treewise:requests_refused_total{model_name="small",reason="bad_request"} 1.0' in told.text
+    ended, refused = (line for line in lines if line["logger"] == "treewise.requests")
+    assert ended["id"] == answer["id"] and ended["completion_tokens"] == 10 and ended["outcome"] == "length"
+    assert refused["reason"] == "bad_request" and "hush" not in json.dumps(lines)
+    [whole] = [span for _, sent in got for span in sent if span.name == "text_completion small"]
+    assert whole.trace_id.hex() == TRACE and whole.parent_span_id.hex() == PARENT
 
 
 def test_nothing_is_made_without_the_extra(monkeypatch):
