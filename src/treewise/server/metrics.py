@@ -68,6 +68,7 @@ COUNTERS = {
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request to its first token.", TICKS),
     "inter_token_latency_seconds": ("Between two steps that gave a request tokens.", TICKS),
+    "time_per_output_token_seconds": ("The same as inter_token_latency_seconds, under its older name.", TICKS),
     "request_time_per_output_token_seconds": (
         "Decode time over tokens but the first, of all branches together.",
         TICKS,
@@ -150,6 +151,7 @@ class Metrics(Observer, Collector):
         self._look, self._due = Look(), 0.0
         self._totals = dict.fromkeys(COUNTERS, 0)
         self._tallies = {name: Tally(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self._tallies["time_per_output_token_seconds"] = self._tallies["inter_token_latency_seconds"]
         self._labelled: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in LABELLED}
         self._gaps: list[float] = []
         self._refusing = Lock()
