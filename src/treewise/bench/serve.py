@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import torch
 from cyclopts import Parameter
@@ -80,7 +79,7 @@ def _ask_server(demand: Demand, remote: Remote, model: str | None, json_file: Pa
     def run(load: Load, seed: int) -> Facts:
         return remote.run(load, seed, model)
 
-    rows = measure(remote.loads(demand), {urlsplit(remote.base).netloc: run}, demand.repeats)
+    rows = measure(remote.loads(demand), {"server": run}, demand.repeats)
     file = remote.dataset_jsonl
     asked = asdict(remote) | {"dataset_jsonl": None if file is None else str(file), "model": model}
     facts = {"bench": "serve", **asked, "machine": describe_machine(torch.device("cpu")), "results": rows}
