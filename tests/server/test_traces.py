@@ -16,11 +16,13 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from serving import process
+from tiny import Bytes
 
 from treewise.results import Usage
 from treewise.server.jobs import Job
 from treewise.server.journal import LOGGER, Journal, JSONLines
 from treewise.server.metrics import CONTENT_TYPE
+from treewise.server.settings import Telemetry
 from treewise.server.traces import Traces, traces_url
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -205,6 +207,16 @@ def test_a_request_is_a_line_of_json(lines):
         "e2e_s": 1.0,
         "traceparent": f"00-{TRACE}-{PARENT}-01",
     }
+
+
+def test_prompts_are_logged_if_asked_for(lines):
+    asked = job(prompts=[[72, 105], [33]])
+    Journal().ended(asked)
+    Journal(Bytes()).ended(asked)
+    without, with_prompts = lines()
+    assert "prompts" not in without and with_prompts["prompts"] == ["Hi", "!"]
+    with pytest.raises(ValueError, match="log_prompts: there are no lines to have them in; give log_json too"):
+        Telemetry(log_prompts=True)
 
 
 def test_failures_are_warnings_and_refusals_have_reasons(lines):

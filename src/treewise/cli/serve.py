@@ -57,7 +57,7 @@ def serve(
         observers: list[Observer] = [metrics]
         if telemetry.log_json:
             write_log()
-            observers.append(Journal())
+            observers.append(Journal(llm.tokenizer if telemetry.log_prompts else None))
         if telemetry.traces_endpoint is not None:
             observers.append(Traces(telemetry.traces_endpoint, name))
         driver = Driver(llm, server.max_running, server.max_waiting, server.time_limit, observers)

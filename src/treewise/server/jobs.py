@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -42,6 +42,8 @@ class Job:
         What it cost, once it has ended and was begun.
     trace : mapping of str to str
         The trace headers of the HTTP request by W3C Trace Context: ``traceparent``, ``tracestate``.
+    prompts : sequence of list of int
+        The tokens of each prompt.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Job:
     tokens: int = 0
     usage: Usage | None = None
     trace: Mapping[str, str] = field(default_factory=dict)
+    prompts: Sequence[Sequence[int]] = ()
 
 
 class Observer(Protocol):

@@ -10,7 +10,9 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import SimpleQueue
 from typing import Any
 
+from treewise.codec import Codec
 from treewise.engine import Engine
+from treewise.outputs import plain
 from treewise.server.jobs import Job, Observer
 
 LOGGER = logging.getLogger("treewise.requests")
@@ -39,10 +41,18 @@ class JSONLines(logging.Formatter):
 
 
 class Journal(Observer):
-    """Logs what became of every request, and of those that were turned away; never what was asked or answered.
+    """Logs what became of every request, and of those that were turned away; not what was asked or answered.
 
     The logger is ``treewise.requests``; what failed is a warning, the rest information.
+
+    Parameters
+    ----------
+    codec : Codec, optional
+        Spells the prompts, which are logged too then.
     """
+
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.codec = codec
 
     def received(self, job: Job) -> None:
         """See `Observer.received`."""
@@ -55,6 +65,8 @@ class Journal(Observer):
         level = logging.WARNING if job.outcome == "error" else logging.INFO
         if LOGGER.isEnabledFor(level):
             facts = {"id": job.id, "kind": job.kind, "strategy": job.strategy, "outcome": job.outcome, **_costs(job)}
+            if self.codec is not None:
+                facts["prompts"] = [plain(tokens, self.codec) for tokens in job.prompts]
             LOGGER.log(level, "request ended", extra={FACTS: facts})
 
     def stepped(self, engine: Engine, rows: int, seconds: float) -> None:

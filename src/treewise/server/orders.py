@@ -267,6 +267,7 @@ class Orders:
             prompt_tokens=sum(map(len, prompts)),
             arrived=arrived,
             trace=trace,
+            prompts=prompts,
         )
         ticket = Ticket(
             job,

@@ -96,9 +96,21 @@ class Telemetry:
     ----------
     log_json : bool
         Write the log as lines of JSON to standard error, one for each request among them, without its text.
+    log_prompts : bool
+        Have the text of prompts in these lines.
     traces_endpoint : str
         Send OpenTelemetry's traces to this URL, such as http://localhost:4318.
+
+    Raises
+    ------
+    ValueError
+        If there is no log for prompts.
     """
 
     log_json: bool = False
+    log_prompts: bool = False
     traces_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.log_prompts and not self.log_json:
+            raise ValueError("log_prompts: there are no lines to have them in; give log_json too")
