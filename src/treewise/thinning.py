@@ -87,6 +87,8 @@ class Thinner:
             reasons.append(f"the pool has {heads} keys of single heads, of which {MOST_HEADS} can have a number")
         if isinstance(self.kv.pool, ContiguousPool):
             reasons.append("the pool 'contiguous' does not lend slots; choose 'paged'")
+        if self.runner.num_ranks > 1:
+            reasons.append("ranks share the model out, and each would have to choose from its own keys; load it on one")
         if len(self.runner.followers) > 1:
             reasons.append("the drafter has keys of its own, which would not follow; choose 'ngram' or 'medusa'")
         if getattr(policy.scoring, "second_pass", False):

@@ -9,7 +9,7 @@ from tiny import tiny_llm, tiny_model
 
 from treewise import plan
 from treewise.graphs import GraphCache, Kind
-from treewise.plan import TreeSpec, plan_tree
+from treewise.plan import TreeSpec, data, plan_tree
 from treewise.warmup import common_trees, sizes
 
 ROOM = 32
@@ -45,7 +45,7 @@ class TestOnALargeGPU:
         def upload(arrays, device):
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-        for module in (plan, buffers):
+        for module in (data, buffers):
             monkeypatch.setattr(module, "upload", upload)
         monkeypatch.setattr(plan, "default_backend", lambda device: "hopper" if device.type == "cuda" else "cpu")
 

@@ -67,21 +67,31 @@ def find_shape(name: str) -> dict[str, Any]:
     return dict(SHAPES[name])
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def random_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    build: Callable[[ModelConfig], CausalLM] = CausalLM,
+) -> CausalLM:
     """Make a model with small random weights straight on its device; the same each time on a device of one kind.
 
-    Norms multiply by one and biases are zero, so that logits are numbers at any depth.
+    Norms multiply by one and biases are zero, so that logits are numbers at any depth. `build` makes the model, by
+    default the whole one; each that takes a share of the weights takes it of the same.
     """
     with torch.device("meta"):
-        model = CausalLM(config)
+        model = build(config)
     generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in list(model.named_parameters()):
+    for name, sources in list(model.checkpoint_tensors()):
         module, _, kind = name.rpartition(".")
-        weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+        rows = [shape[0] for shape in sources.values()]
+        _, *columns = next(iter(sources.values()))
+        weight = torch.empty((sum(rows), *columns), dtype=dtype, device=device)
         if weight.ndim > 1:
             weight.normal_(0, 0.02, generator=generator)
         else:
             weight.fill_(1.0 if kind == "weight" and not config.norm_offset else 0.0)
+        parts = zip(sources, weight.split(rows), strict=True)
+        weight = torch.cat([model.share(source, part) for source, part in parts])
         setattr(model.get_submodule(module), kind, nn.Parameter(weight, requires_grad=False))
     return model.to(device).eval()
 

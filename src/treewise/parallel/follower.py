@@ -1,0 +1,103 @@
+"""The other ranks: each does with its share of the model what rank 0 says."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch.distributed import TCPStore
+
+from treewise.models import load_decoder
+from treewise.parallel.group import Group
+from treewise.parallel.model import ParallelLM
+from treewise.parallel.orders import Begin, Call, Forward, PlanHearer, read
+from treewise.runner import Runner
+
+CONNECTING = timedelta(minutes=5)
+"""A process waits so long for the one that started it to let it in."""
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What a rank has to know when it starts.
+
+    Attributes
+    ----------
+    port : int
+        Of the store of rank 0, on this machine.
+    rank, size : int
+    device : str
+    model : str
+        A folder, or a shape, see `treewise.models.load_decoder`.
+    dtype : str or torch.dtype
+    """
+
+    port: int
+    rank: int
+    size: int
+    device: str
+    model: str
+    dtype: str | torch.dtype
+
+
+def load_share(name: str, dtype: str | torch.dtype, device: torch.device, group: Group) -> ParallelLM:
+    """Load this rank's share of a model, reading no other weights; all ranks come back from it together."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    model = load_decoder(name, dtype=dtype, device=device, build=partial(ParallelLM, group=group))
+    assert isinstance(model, ParallelLM)
+    group.total(0)
+    return model
+
+
+@torch.inference_mode()
+def follow(model: ParallelLM) -> None:
+    """Do what rank 0 says until it says nothing more."""
+    group = model.group
+    runners: dict[int, tuple[Runner, PlanHearer]] = {}
+    while message := group.hear():
+        order, dropped = read(message)
+        for number in dropped:
+            runners.pop(number, None)
+        match order:
+            case Begin(number, arguments):
+                runner = Runner(model, *arguments)
+                runners[number] = runner, PlanHearer(runner.device)
+                group.total(runner.weight_bytes)
+            case Call(subject_number, function, arguments):
+                subject = model if subject_number is None else runners[subject_number][0]
+                group.least(function(subject, *arguments) or 0)
+            case Forward(number, step, news, num_drawn):
+                runner, plans = runners[number]
+                drawn = None
+                if num_drawn is not None:
+                    drawn = group.broadcast(torch.empty(num_drawn, dtype=torch.int64, device=runner.device))
+                model.logits(runner.take(step._replace(plans=plans.hear(news)), drawn))
+
+
+def main() -> None:
+    """Be a rank of the process that started this one, which writes an `Errand` to standard input and keeps it open."""
+    errand: Errand = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    store = TCPStore("127.0.0.1", errand.port, is_master=False, timeout=CONNECTING)
+    try:
+        device = torch.device(errand.device)
+        store.set(f"started {errand.rank}", "")
+        group = Group(store, errand.rank, errand.size, device, is_local=True)
+        follow(load_share(errand.model, errand.dtype, device, group))
+    except BaseException:
+        store.set(f"error {errand.rank}", traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # nothing comes but the end
+    os._exit(0)
