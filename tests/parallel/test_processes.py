@@ -108,13 +108,29 @@ def test_an_error_between_what_ranks_do_together_ends_them(monkeypatch):
     assert other.wait(timeout=10) == 0
 
 
+def test_an_interrupt_comes_behind_the_forward_that_it_came_in(monkeypatch, expected):
+    model = load("shape:tiny", 2)
+    llm, project = engine(model), model.project
+
+    def interrupted(hidden):
+        os.kill(os.getpid(), signal.SIGINT)
+        return project(hidden)
+
+    monkeypatch.setattr(model, "project", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert tokens(llm) == expected
+    llm.engine.check_integrity()
+
+
 def test_what_went_wrong_on_another_rank_is_told(tmp_path):
     processes = Processes(2, "cpu", str(tmp_path), "auto")
     group = Group(processes.store, 0, 2, torch.device("cpu"), is_local=True)
     ranks = Ranks(group, processes)
-    with pytest.raises(RankLost, match=r"(?s)rank 1 ended with exit code 1.*FileNotFoundError.*no config\.json"):
-        with ranks.together():
-            group.total(0)
+    told = r"(?s)rank 1 ended with exit code 1.*FileNotFoundError.*no config\.json"
+    with pytest.raises(RankLost, match=told), ranks.together():
+        group.total(0)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

@@ -33,7 +33,8 @@ class Subject:
     ----------
     model : str
         As in `treewise generate`; or shape:NAME, a model of a known shape with random weights, made on the device:
-        tiny, smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-4b, qwen3-8b, llama-3-8b, codellama-7b, codellama-34b.
+        tiny, smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-4b, qwen3-8b, llama-3-8b, llama-3-70b, codellama-7b,
+        codellama-34b.
     dtype : str
         Type of the weights: float32, bfloat16 or float16; auto is float32 on a CPU, else of 16 bits.
     kv_cache_dtype : str

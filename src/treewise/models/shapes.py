@@ -48,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, 151_936, tie_word_embeddings=True),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, 8, 151_936),
     "llama-3-8b": _llama(4096, 14_336, 32, 32, 8, 128_256),
+    "llama-3-70b": _llama(8192, 28_672, 80, 64, 8, 128_256),
     "codellama-7b": _llama(4096, 11_008, 32, 32, 32, 32_016, rope_theta=1e6),
     "codellama-34b": _llama(8192, 22_016, 48, 64, 8, 32_000, rope_theta=1e6),
 }

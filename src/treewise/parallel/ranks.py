@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from types import FrameType
 from weakref import finalize
 
 import torch
@@ -150,20 +151,25 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Do within this what an order asks for; whatever fails there leaves ranks waiting for each other: they end.
 
+        An interrupt from the keyboard comes behind it.
+
         Raises
         ------
         RankLost
             If ranks have ended, before or meanwhile.
         """
         self.check()
+        interrupts = _Interrupts()
         try:
-            yield
+            with interrupts:
+                yield
         except BaseException as error:
             lost = self._loss(NOTICED if isinstance(error, RuntimeError) else 0.0)
             self.close(lost or f"they were ended, as {type(error).__name__} came up between what ranks do together")
             if lost:
                 raise RankLost(f"{lost}; the model has to be loaded again") from error
             raise
+        interrupts.pass_on()
 
     def check(self) -> None:
         """Raise `RankLost` if ranks have ended, so that what was computed last means nothing."""
@@ -190,6 +196,34 @@ class Ranks:
         while not (lost := self._processes.loss()) and time.monotonic() < deadline:
             time.sleep(0.01)
         return lost
+
+
+class _Interrupts:
+    """Keeps the first interrupt from the keyboard that comes while it is entered; a second one is not kept."""
+
+    def __init__(self) -> None:
+        self._handler = signal.getsignal(signal.SIGINT)
+        self._arguments: tuple[int, FrameType | None] | None = None
+        # Only the main thread hears of interrupts.
+        self._waits = callable(self._handler) and threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        if self._waits:
+            signal.signal(signal.SIGINT, self._keep)
+
+    def __exit__(self, *error: object) -> None:
+        if self._waits:
+            signal.signal(signal.SIGINT, self._handler)
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        if self._arguments is not None:
+            raise KeyboardInterrupt
+        self._arguments = number, frame
+
+    def pass_on(self) -> None:
+        """Let the interrupt that was kept come, if there is one."""
+        if self._arguments is not None and callable(self._handler):
+            self._handler(*self._arguments)
 
 
 def threads_of_each(size: int) -> int:
