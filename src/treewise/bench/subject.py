@@ -98,7 +98,8 @@ class Subject:
 
     def load(self) -> Loaded:
         """Load the model, or make it, with its tokenizer."""
-        model = load(self.model, self.tensor_parallel_size, dtype=self.dtype, device=self.place)
+        dtype = self.dtype if self.shape is None else self.element
+        model = load(self.model, self.tensor_parallel_size, dtype=dtype, device=self.place)
         if self.shape is None:
             return model, load_tokenizer(self.model)
         return model, cast(Tokenizer, NumberTokenizer(model.config.vocab_size))

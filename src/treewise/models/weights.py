@@ -162,7 +162,7 @@ def _stack(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) ->
     for part, place in zip(parts, stacked.split([len(part) for part in parts]), strict=True):
         rows = max(1, PIECE * len(part) // part.nbytes)
         for piece, target in zip(part.split(rows), place.split(rows), strict=True):
-            target.copy_(piece.pin_memory() if device.type == "cuda" else piece, non_blocking=True)
+            target.copy_(piece.contiguous().pin_memory() if device.type == "cuda" else piece, non_blocking=True)
     return stacked
 
 
