@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -64,7 +66,11 @@ def shared_out(name: str | Path, size: int, dtype: str = "float32") -> Iterator[
 
     def other(rank: int) -> None:
         group = Group(store, rank, size, CPU, is_local=True)
-        follow(load_share(str(name), dtype, CPU, group))
+        try:
+            follow(load_share(str(name), dtype, CPU, group))
+        except BaseException:  # rank 0 waits for this thread, and no connection breaks
+            traceback.print_exc()
+            os._exit(1)
 
     with ThreadPoolExecutor(size) as threads:
         others = [threads.submit(other, rank) for rank in range(1, size)]

@@ -8,20 +8,16 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import torch
 from torch.distributed import TCPStore
 
 from treewise.models import load_decoder
-from treewise.parallel.group import Group
+from treewise.parallel.group import CONNECTING, Group
 from treewise.parallel.model import ParallelLM
 from treewise.parallel.orders import Begin, Call, Forward, PlanHearer, read
 from treewise.runner import Runner
-
-CONNECTING = timedelta(minutes=5)
-"""A process waits so long for the one that started it to let it in."""
 
 
 @dataclass(frozen=True)

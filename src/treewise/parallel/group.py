@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
+CONNECTING = timedelta(minutes=5)
+"""Ranks that have started wait so long for each other to connect."""
 PATIENCE = timedelta(days=365)
-"""A rank waits so long for the next step, which comes when somebody asks for something."""
+"""A rank waits so long for what others do next: they may be loading, or nobody may ask for anything."""
 FIRST = 1 << 14
 """Bytes of a message that come at once; the rest of a longer one comes behind."""
 
@@ -43,18 +45,18 @@ class Group:
             # NOTE: multicast objects of NVLink must not be made here; NCCL reads this when its first group begins.
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = PATIENCE
+            options._timeout = CONNECTING
             self._device = dist.ProcessGroupNCCL(PrefixStore("device", store), rank, size, options)
 
     def sum(self, x: Tensor) -> Tensor:
         """Replace a contiguous tensor by the sum of all ranks', in its own type; may be captured in a CUDA graph."""
-        self._device.allreduce([x]).wait()
+        _reduce(self._device, x, dist.ReduceOp.SUM)
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which are alike, on rank 0; elsewhere none."""
         options = dist.GatherOptions()
-        options.rootRank = 0
+        options.rootRank, options.timeout = 0, PATIENCE
         shares = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         self._device.gather([shares] if shares else [], [x], options).wait()
         return shares
@@ -67,15 +69,13 @@ class Group:
     def least(self, number: int) -> int:
         """Return the least number of all ranks; the host waits for all of them."""
         own = torch.tensor([number], dtype=torch.int64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        self._host.allreduce([own], options).wait()
+        _reduce(self._host, own, dist.ReduceOp.MIN)
         return int(own)
 
     def total(self, number: int) -> int:
         """Return the sum of all ranks' numbers; the host waits for all of them."""
         own = torch.tensor([number], dtype=torch.int64)
-        self._host.allreduce([own]).wait()
+        _reduce(self._host, own, dist.ReduceOp.SUM)
         return int(own)
 
     def say(self, message: bytes) -> None:
@@ -108,14 +108,20 @@ class Group:
 def _gloo(store: Store, rank: int, size: int, is_local: bool) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # which has more than it is declared to have
     options = gloo._Options()
-    options._timeout = PATIENCE
+    options._timeout = CONNECTING
     # Between machines, the address that this one's name stands for; it need not be one that the machine itself reaches.
     here = {"hostname": "127.0.0.1"} if is_local else {}
     options._devices = [gloo.create_device(**here)]
     return gloo(store, rank, size, options)
 
 
+def _reduce(group: Any, x: Tensor, how: dist.ReduceOp.RedOpType) -> None:
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.timeout = dist.ReduceOp(how), PATIENCE
+    group.allreduce([x], options).wait()
+
+
 def _broadcast(group: Any, x: Tensor) -> None:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, PATIENCE
     group.broadcast([x], options).wait()
