@@ -378,6 +378,7 @@ class Speculation:
     drafter : str
         Who guesses: ``"ngram"`` looks for what followed the same words before, in the request's own tree;
         ``"ngram:shared"`` in all requests of a namespace; ``"draft:MODEL"``, a smaller model with the same tokens;
+        ``"self:POLICY"``, the model itself over a part of its keys, as a policy of KV sparsity chooses them;
         ``"medusa:FOLDER"`` and ``"eagle:FOLDER"``, heads that read the model's own states.
     tree_size : int
         The most guesses for one branch and step, at most 256.
@@ -418,6 +419,10 @@ class SparsityOptions:
         Decoded tokens after which a branch is brought back to its budget.
     kv_joint : bool
         Let all branches that a program begins with look at the prompt first.
+    kv_trigger : str
+        prompt: when the prompt has been computed; pressure: only where the pool is short.
+    kv_action : str
+        evict, or hide: what is not kept is read no more, and its memory not freed.
     """
 
     kv_sparsity: str | None = None
@@ -427,6 +432,8 @@ class SparsityOptions:
     kv_first_full: int | None = None
     kv_every: int | None = None
     kv_joint: bool | None = None
+    kv_trigger: str | None = None
+    kv_action: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return what was given of the fields of `KVSparsity`.

@@ -28,6 +28,7 @@ from treewise.runner import Runner
 from treewise.sampler import row_key
 from treewise.scheduler import Crowded, Delivery, KeysGivenUp, Lane, PoolTooSmall, Scheduler
 from treewise.sparsity.policy import KVSparsity
+from treewise.sparsity.scorers.kvzip import REPEAT
 from treewise.speculate.draft import Draft
 from treewise.speculate.speculator import Speculator
 from treewise.streams import Piece
@@ -188,7 +189,17 @@ class Engine:
         request_id = next(self._ids)
         seed = row_key(self.seed, (request_id,)) if seed is None else seed
         thinning = None if sparsity is None else self.thinner.thinning(sparsity, len(prompt_tokens))
+        again: list[int] = []
+        if sparsity is not None and sparsity.second_pass and thinning is not None:
+            again = [*self.codec.encode(REPEAT, add_special_tokens=False), *prompt_tokens, prompt_tokens[-1]]
+            if (total := len(prompt_tokens) + len(again)) > self.limits.max_model_len:
+                raise ValueError(
+                    f"kv_sparsity: {sparsity.scoring!r} reads the prompt twice, which makes {total} tokens; "
+                    f"they exceed max_model_len={self.limits.max_model_len}"
+                )
         tree = BranchTree(self.kv, self.codec, prompt_tokens, seed, request_id, priority, namespace, thinning)
+        if again:
+            program = _after_reading(again, program)
         try:
             coroutine = program(tree.root)
             if not isinstance(coroutine, Coroutine):
@@ -242,7 +253,7 @@ class Engine:
         self._run_programs()
         if self.speculator is not None:
             self.speculator.begin()
-        self.thinner.begin()
+        self.thinner.begin(self.requests)
         drawn = self._assume()
         try:
             try:
@@ -568,3 +579,15 @@ class Engine:
         for tenant, end in ends:
             self.requests[tenant].kv_bytes_per_sequence += sum(alone[begin:end])
             begin = end
+
+
+def _after_reading(tokens: Sequence[int], program: Program) -> Program:
+    """Return a program that begins when `tokens` have been read behind the prompt, by a branch that leaves nothing."""
+
+    async def begin(root: Branch) -> Any:
+        reader = root.scratch().append(tokens)
+        await Observe([reader], [reader.num_tokens - 1])
+        reader.prune()
+        return await program(root)
+
+    return begin

@@ -174,6 +174,10 @@ class GraphCache:
             if best is None or any(is_other for is_other, *_ in best[0]):
                 self._capture_for(rows, num_inputs, plans)
 
+    def clear(self) -> None:
+        """Forget all graphs, as `compute` will do something else from now on."""
+        self._graphs.clear()
+
     def _can_capture(self, rows: int, plans: Plans) -> bool:
         return rows <= self.max_rows and all(plan.mask == "intervals" for plan in plans.values())
 

@@ -35,7 +35,7 @@ from treewise.speculate.drafters import prepare
 from treewise.speculate.speculator import Speculator
 from treewise.tree import Forest
 from treewise.turns import Conversation, opens_reply
-from treewise.warmup import warm_up
+from treewise.warmup import PROMPT, warm_up
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation, which the model's chat template writes."""
@@ -200,7 +200,6 @@ class LLM:
         speculator = None
         if settings is not None and drafter is not None:
             speculator = Speculator(drafter.make(runner, max_num_rows), kv, settings.tree_size, settings.adaptive)
-        everywhere(runner, warm_up, max_num_rows, capture_rows)
         self.engine = Engine(
             runner,
             kv,
@@ -214,6 +213,9 @@ class LLM:
         self.kv_sparsity = _policy(kv_sparsity, kv_budget)
         if self.kv_sparsity is not None:
             self.engine.thinner.check(self.kv_sparsity)
+            self.engine.thinner.prepare(self.kv_sparsity)
+        kept = None if self.kv_sparsity is None else self.engine.thinner.kept_of(self.kv_sparsity, PROMPT)
+        everywhere(runner, warm_up, max_num_rows, capture_rows, kept)
         self._streams: dict[BranchTree, deque[tuple[Branch, str]]] = {}
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.describe().items()))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from treewise.attention import AttentionSpec, Plan, TreeSpec, get_backend, plan_tree, run_plan
 from treewise.batch import Batch
-from treewise.graphs import GraphCache, Kind, Plans
+from treewise.graphs import GraphCache, Kind, Plans, padded
 from treewise.kv import Copy, Kept, KVManager, Slots
 from treewise.models import CausalLM
 from treewise.ops import Heads, rotate_and_store
@@ -28,6 +28,8 @@ from treewise.thicket import Ints
 
 ROOM = 32
 """Tokens that branches may append on a GPU before a new plan is made."""
+LEFT_ROWS = 256
+"""Most rows of a step that leaves its queries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +119,8 @@ class Runner:
         which the next forward overwrites.
     taps : list of Tap
         To be added to before the first step.
+    queries : Tensor or None
+        Those that the last step of few rows has left, rotated [layers, rows, heads, head_dim]; see `leave_queries`.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class Runner:
         self.followers: list[Callable[[Move], None]] = [self.copy]
         self.watchers: list[Callable[[Ints, Tensor], None]] = []
         self.taps: list[Tap] = []
+        self.queries: Tensor | None = None
         self._refuse_unsupported()
         is_gpu = self.device.type == "cuda"
         if cuda_graphs and not is_gpu:
@@ -160,6 +165,18 @@ class Runner:
         self.stems = StemPlanner(partial(self._plan, room=0)) if self.room and windows == {None} else None
         # The batch planned last, which belongs to others; how far it had grown; its plans.
         self._planned: tuple[ReferenceType[Batch], int, Plans] | None = None
+
+    def leave_queries(self) -> None:
+        """Let steps of at most `LEFT_ROWS` rows leave their queries behind from now on, also those that are captured.
+
+        It costs them nothing: queries are written to where they stay.
+        """
+        if self.queries is None:
+            config = self.model.config
+            shape = (config.num_layers, LEFT_ROWS, config.num_heads, config.head_dim)
+            self.queries = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            if self.graphs is not None:
+                self.graphs.clear()
 
     def kv_bytes(self, plans: Plans) -> int:
         """Return the bytes of keys and values that a forward under `plans` reads."""
@@ -231,7 +248,7 @@ class Runner:
         see : callable, optional
             Called with what comes before the output head, see `hidden`; the next forward overwrites it.
         seen : sequence of Seen
-            Who takes queries of the rows.
+            Who takes queries of the rows: within the forward or, where a step of decoding leaves them, behind it.
 
         Returns
         -------
@@ -277,15 +294,53 @@ class Runner:
         for plan in unsent:
             plan.receive(there)
         self._move(step.copies, there)
-        replays = self.graphs is not None and step.is_decoding and not seen
+        left = self._left(num_rows) if step.is_decoding else None
+        within = [each for each in seen if left is None or not each.observation.alone]
+        replays = self.graphs is not None and step.is_decoding and not within
         hidden = self.graphs.run(rows, plans) if self.graphs is not None and replays else None
         if hidden is None:
-            if not self.watchers:
-                return self._compute(rows[0], rows[1], rows[2], plans, wanted, seen)
-            hidden = self._compute(rows[0], rows[1], rows[2], plans, None, seen)
+            hidden = self._compute(rows[0], rows[1], rows[2], plans, None if self.watchers else wanted, within)
+            wanted = wanted if self.watchers else None
+        if left is not None:
+            for each in seen:
+                if each.observation.alone:
+                    each.take_behind(left)
         for watch in self.watchers:
             watch(step.rows[2], hidden)
         return hidden if wanted is None else hidden.index_select(0, wanted)
+
+    def _left(self, num_rows: int) -> Tensor | None:
+        """Return where a step of so many rows leaves its queries, [layers, rows, heads, head_dim]; None: nowhere."""
+        return self.queries if self.queries is not None and num_rows <= self.queries.shape[1] else None
+
+    @torch.inference_mode()
+    def read_aside(self, rows: Ints, tree: TreeSpec, slots: Slots) -> Tensor:
+        """Compute rows over some of the keys that are there, beside the step under way; returns the logits of all.
+
+        Moves that are due must have been made.
+
+        Parameters
+        ----------
+        rows : int64 [3, rows]
+            Tokens, positions, and where the keys of each go.
+        tree : TreeSpec
+            What they see, the rows as its queries.
+        slots : Slots
+            Of the tree's tokens.
+        """
+        self._planned = None  # a captured graph keeps what it has run last
+        if self.stems is not None:
+            self.stems.forget()
+        plans = self._plan(tree, slots, room=0)
+        unsent = [plan for plan in plans.values() if plan.unsent]
+        there = iter(upload_together([rows.ravel(), *(part for plan in unsent for part in plan.unsent)], self.device))
+        inputs = next(there).view(rows.shape)
+        for plan in unsent:
+            plan.receive(there)
+        hidden = None if self.graphs is None else self.graphs.run(inputs, plans)
+        if hidden is None:
+            hidden = self._compute(inputs[0], inputs[1], inputs[2], plans)
+        return self.model.logits(hidden)
 
     @torch.inference_mode()
     def rehearse(self, tree: TreeSpec) -> None:
@@ -311,6 +366,11 @@ class Runner:
         if self.graphs is not None:
             plans = self._plan(tree, self._any_slots(tree), room=self.room if grows else 0)
             self.graphs.make_ready(rows, 3, plans)
+
+    def make_ready_for(self, batch: Batch, kv: KVManager) -> None:
+        """Capture a graph for steps such as `batch`, unless there is one."""
+        if self.graphs is not None:
+            self.graphs.make_ready(padded(batch.num_rows), 3, self.plan(batch, kv))
 
     def _any_slots(self, tree: TreeSpec) -> Slots:
         return np.arange(tree.num_tokens, dtype=np.int32) % self.k.shape[1]
@@ -355,30 +415,54 @@ class Runner:
         both = rows.index_select(0, self._both(places, rows)).view(self.kv_dtype)
         return both.view(2, len(places), self.k.shape[2] // parts, -1)
 
-    def gather(self, places: Sequence[Tensor], chosen: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the keys and values of a layer's tokens that stay, see `store_kept`.
+    def gather(
+        self, places: Sequence[Sequence[Tensor]], chosen: Sequence[Sequence[Tensor] | None]
+    ) -> list[Sequence[Tensor]]:
+        """Return the keys and values of the tokens that stay in each layer, see `store_kept`.
 
         Parameters
         ----------
-        places : sequence of Tensor [tokens], int64
-            See `places`.
-        chosen : sequence of Tensor [kv_heads, kept], int64
-            Which of these tokens each KV head keeps, in one tensor or in one for each head; None for all.
+        places : sequence of sequences of Tensor [tokens], int64
+            See the method `places`.
+        chosen : sequence of sequences of Tensor [kv_heads, kept], int64
+            Of each layer which of these tokens each KV head keeps, in one tensor or in one for each head; None for all.
 
         Returns
         -------
-        list of Tensor [2, kept, kv_heads, head_dim]
-            In one or in one for each KV head.
+        list of sequences of Tensor [2, kept, kv_heads, head_dim]
+            Of each layer in one or in one for each KV head.
         """
-        heads = self.k.shape[2]
+        alike: dict[Hashable, list[int]] = {}  # layers that are read at once
+        for layer, (parts, kept) in enumerate(zip(places, chosen, strict=True)):
+            together = len(parts) == 1 and (kept is None or len(kept) == 1)
+            sizes = len(parts[0]), None if kept is None else kept[0].shape[1]
+            alike.setdefault(sizes if together else layer, []).append(layer)
+        thinned: dict[int, Sequence[Tensor]] = {}
+        for first, *others in alike.values():
+            parts, kept = places[first], chosen[first]
+            if len(parts) > 1 or (kept is not None and len(kept) > 1):
+                thinned[first] = self._gather_by_head(parts, kept)
+                continue
+            layers = [first, *others]
+            slots = torch.stack([places[layer][0] for layer in layers])  # [layers, tokens]
+            if kept is None:
+                both = self.read(slots.flatten())
+            else:
+                which = torch.stack([own[0] for layer in layers if (own := chosen[layer]) is not None])
+                heads = torch.arange(which.shape[1], device=self.device)[:, None]
+                slots = (slots[:, None] * len(heads) + heads).gather(2, which).transpose(1, 2)  # [layers, kept, heads]
+                both = self.read(slots.flatten(), len(heads)).view(2, -1, len(heads), self.k.shape[3])
+            thinned.update(zip(layers, ([own] for own in both.chunk(len(layers), dim=1)), strict=True))
+        return [thinned[layer] for layer in range(len(places))]
+
+    def _gather_by_head(self, places: Sequence[Tensor], chosen: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """Return what stays of a layer whose heads hold, or keep, different numbers of tokens."""
         if chosen is None:
             return [self.read(own, len(places)) for own in places]
+        heads = self.k.shape[2]
         if len(places) == 1:
             places = [places[0] * heads + head for head in range(heads)]
-        if len(chosen) > 1:
-            return [self.read(own[which[0]], heads) for own, which in zip(places, chosen, strict=True)]
-        kept = torch.stack([own[which] for own, which in zip(places, chosen[0], strict=True)], dim=1)  # [kept, heads]
-        return [self.read(kept.flatten(), heads).view(2, *kept.shape, -1)]
+        return [self.read(own[which[0]], heads) for own, which in zip(places, chosen, strict=True)]
 
     def store_kept(self, kept: Kept, thinned: Sequence[Sequence[Tensor]]) -> None:
         """Put what layers keep where it belongs; moves that are due come first."""
@@ -411,9 +495,10 @@ class Runner:
         config = self.model.config
         run = partial(run_plan, scale=config.attention_scale, soft_cap=config.attention_soft_cap)
         pools = list(zip(self.k.unbind(), self.v.unbind(), strict=True))  # of the layers
+        left = self._left(len(tokens))
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            q = rotate_and_store(heads, *pools[layer], slots)
+            q = rotate_and_store(heads, *pools[layer], slots, out=None if left is None else left[layer, : len(tokens)])
             kind = self._kind(plans, layer)
             plan = plans[kind]
             shape = plan.num_kv_heads, plan.head_dim

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 import torch
 
+from treewise.batch import Batch
 from treewise.choices import choose
 from treewise.config import SamplingParams
 from treewise.graphs import padded
+from treewise.kv import Count, KVManager, OutOfSlots, make_pool
 from treewise.plan import TreeSpec
 from treewise.results import format_bytes
 from treewise.runner import Runner
 from treewise.sampler import SamplingRow
+from treewise.tree import Forest, Node
 
 PROMPT = 4096
 """Tokens of a prompt that graphs have room for."""
 APART = 64
 """Most leaves of which each has such a prompt of its own."""
+TAIL = 128
+"""Tokens behind what is kept of such a prompt."""
 CHUNK = 512
 """Rows of a prompt that is computed."""
 DRAWS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
@@ -27,7 +33,7 @@ DRAWS = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), Sampl
 logger = logging.getLogger("treewise")
 
 
-def warm_up(runner: Runner, max_num_rows: int, capture_rows: int) -> None:
+def warm_up(runner: Runner, max_num_rows: int, capture_rows: int, counts: Sequence[Count] | None = None) -> None:
     """Compute a prompt, draw tokens, and capture steps of up to `capture_rows` rows, where steps are captured.
 
     Nothing is left of it but what was compiled and captured: all keys go to the slot that nobody reads.
@@ -39,6 +45,8 @@ def warm_up(runner: Runner, max_num_rows: int, capture_rows: int) -> None:
         The most rows of a step.
     capture_rows : int
         0: nothing is done.
+    counts : sequence of Count, optional
+        What layers keep of a prompt of `PROMPT` tokens: steps behind such prompts are captured as well.
     """
     graphs, device = runner.graphs, runner.device
     if graphs is None or not capture_rows:
@@ -50,6 +58,10 @@ def warm_up(runner: Runner, max_num_rows: int, capture_rows: int) -> None:
     for rows in reversed(sizes(min(capture_rows, max_num_rows))):
         for tree, grows in common_trees(rows):
             runner.make_ready(tree, rows, grows)
+        if counts is not None:
+            kv = KVManager(Forest(), make_pool("paged", runner.k.shape[1], runner.page_size), False, runner.k.shape[2])
+            for batch in thinned_out(rows, counts, kv):
+                runner.make_ready_for(batch, kv)
         _draw(runner, rows)
     seconds, taken = perf_counter() - start, format_bytes(max(0, _used(device) - used))
     logger.info("captured %d graphs in %.1f s, %s", graphs.num_captures, seconds, taken)
@@ -82,6 +94,34 @@ def common_trees(rows: int) -> list[tuple[TreeSpec, bool]]:
         trees.append((TreeSpec([-1] + [0] * rows, [PROMPT, *branches], range(1, rows + 1)[::order]), True))
         trees.append((TreeSpec([-1, 0], [PROMPT, rows - 1], [0, *guesses][::order]), False))
     return trees
+
+
+def thinned_out(rows: int, counts: Sequence[Count], kv: KVManager) -> Iterator[Batch]:
+    """Yield batches of so many leaves that stand on what is kept of prompts, where `kv`, which is nobody's, has room.
+
+    Those of prompts of their own, and those of branches that share one. Each is there until the next is asked for.
+
+    Parameters
+    ----------
+    rows : int
+    counts : sequence of Count
+        Tokens that each layer keeps of a prompt.
+    kv : KVManager
+        Without anything in it, and so it is left.
+    """
+    for prompts in dict.fromkeys([rows if rows <= APART else 1, 1]):
+        stumps = [kv.hold(kv.seal([number, *[0] * (PROMPT - 1)], "")) for number in range(prompts)]
+        leaves: list[Node] = []
+        if all(kv.keep(stump, counts) is not None for stump in stumps):
+            try:
+                for number in range(rows):
+                    leaves.append(leaf := kv.hold(kv.forest.add(stumps[number % prompts], [0] * TAIL)))
+                    kv.extend(leaf, TAIL - 1)
+                    leaf.computed = TAIL - 1
+                yield Batch.of_leaves(leaves, leaves, kv)
+            except OutOfSlots:
+                pass
+        kv.drop([*leaves, *stumps], keep=0)
 
 
 @torch.inference_mode()

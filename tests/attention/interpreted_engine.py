@@ -212,6 +212,23 @@ def test_common_steps_are_captured_before_the_first_request(monkeypatch):
     idle(llm)
 
 
+@pytest.mark.parametrize(("name", "every"), [("novita", 16), ("pyramidkv", None)])
+def test_steps_behind_what_policies_keep_are_captured_too(name, every, monkeypatch):
+    monkeypatch.setattr(warmup, "PROMPT", 40)
+    monkeypatch.setattr(warmup, "TAIL", 16)
+    monkeypatch.setattr(warmup, "CHUNK", 5)
+    policy = KVSparsity.named(name, budget=12, window=4, sinks=1, first_full=int(name == "novita"), every=every)
+    llm = with_graphs(MODEL, 2, kv_sparsity=policy)
+    graphs, thinner = llm.engine.runner.graphs, llm.engine.thinner
+    warmup.warm_up(llm.engine.runner, 100, 4, thinner.kept_of(policy, 40))
+    assert thinner.kept_of(policy, 10) is None
+    captures = graphs.num_captures
+    for count, prompts in ((1, [list(range(1, 30))]), (2, [list(range(1, 40)), [5, 3, 3] * 9])):
+        llm.generate(prompts, SamplingParams(n=count, temperature=0, max_tokens=5, ignore_eos=True))
+    assert graphs.num_captures == captures and graphs.num_replays == 2 * 4  # all but the prompts' steps
+    idle(llm)
+
+
 def test_nothing_is_done_beforehand_where_nothing_is_to_be_captured(monkeypatch):
     llm = with_graphs(MODEL, 2)
     warmup.warm_up(llm.engine.runner, 100, 0)

@@ -112,6 +112,9 @@ def heads_are_rotated_and_stored(
         there = slots.to(device)
         q = fused.rotate_and_store(on(device, heads), moved[0][1], moved[1].transpose(0, 1), there, *factors)
         close(q, expected, ulps=8)
+        out = torch.empty_like(q)
+        fused.rotate_and_store(on(device, heads), moved[0][1], moved[1].transpose(0, 1), there, *factors, out)
+        assert torch.equal(out, q)
         for found, pool in zip(moved, pools, strict=True):
             if kv_dtype == FP8:  # neighbours at most, but for small differences of larger numbers rounded to bfloat16
                 torch.testing.assert_close(found.float().cpu(), pool.float(), rtol=0.13, atol=2**-6)

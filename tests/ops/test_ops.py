@@ -109,6 +109,9 @@ def test_rotated_keys_and_values_land_in_their_slots(slot_type):
     expected = rotate(ours, 2)
     assert all(torch.equal(*pair) for pair in zip((q, k[[8, 1, 3, 0]], v[[8, 1, 3, 0]]), expected, strict=True))
     assert not k[[2, 4, 5, 6, 7]].any()
+    left = torch.zeros(6, *q.shape[1:])
+    assert rotate_and_store(ours, k, v, torch.arange(4), out=left[:4]).data_ptr() == left.data_ptr()
+    assert torch.equal(left[:4], q) and not left[4:].any()
 
 
 def test_scales_divide_what_an_eight_bit_pool_gets():
@@ -128,6 +131,7 @@ def test_scales_divide_what_an_eight_bit_pool_gets():
         ({"k": torch.zeros(9, 5, 8), "v": torch.zeros(9, 5, 8)}, "k and v must be"),
         ({"slots": torch.arange(3)}, r"slots must be int32 or int64 \[rows\] = \[4\]; they are torch.int64 \[3\]"),
         ({"slots": torch.zeros(4)}, r"they are torch.float32"),
+        ({"out": torch.zeros(4, 5, 8)}, r"out must be contiguous torch.float32 \[4, 6, 8\]; it is .* \[4, 5, 8\]"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):

@@ -164,3 +164,13 @@ def test_a_policy_that_the_model_cannot_have_is_refused():
     cache = cached(tiny_model(), prompt(40))
     with pytest.raises(ValueError, match="policy: first_full must be less than the 2 layers"):
         cache.choose(KVSparsity.named("novita", budget=38))
+
+
+def test_a_cache_without_its_last_tokens_is_as_it_was_before():
+    cache = OfflineCache(tiny_model())
+    cache.read(list(range(1, 30)))
+    longer = cache.copy()
+    longer.read([3, 1, 4])
+    shorter = longer.without(3)
+    assert shorter.tokens == cache.tokens and longer.length == 32
+    torch.testing.assert_close(shorter.read([5, 9]), cache.read([5, 9]))

@@ -48,6 +48,16 @@ def test_the_oracle_is_nearer_than_chance_to_what_attention_made_of_everything(r
         assert errors[ORACLE] < errors["random"]
 
 
+def test_what_keeps_everything_is_not_measured_again(model):
+    encoded = make(TASKS["passkey"], 1, 300, Bytes())
+    contenders = [Contender("snapkv", 1000), Contender("snapkv", 60), Contender("full"), Contender("knorm", 1.0)]
+    assert [contender.loses(300) for contender in contenders] == [False, True, False, False]
+    one, two, three, four = try_policies(model, encoded, contenders, ["aware"], new_tokens=4, repeat=[])
+    for row in (one, three, four):
+        assert (row.held, row.kl, row.top1, row.nll_increase) == (1, 0, 1, 0) and row.errors == one.errors
+    assert two.held < 0.5 and two.kl > 0
+
+
 def test_the_question_counts_where_it_stood_in_the_prompt(model):
     encoded = make(TASKS["passkey"], 1, 300, Bytes())
     aware, agnostic = try_policies(
@@ -131,14 +141,16 @@ def test_as_many_random_tokens_keep_what_has_to_stay():
 def test_what_branches_share(model):
     encoded = make(TASKS["niah_multikey"], 0, 400, Bytes())
     policy = KVSparsity.named("snapkv", budget=64, window=8)
-    shared = share(model, encoded.context, [question.tokens for question in encoded.questions], policy, new_tokens=5)
+    prompt = OfflineCache(model)
+    prompt.read(encoded.context)
+    [shared] = share(prompt, [question.tokens for question in encoded.questions], [policy], new_tokens=5)
     assert shared.union_tokens[0] == 64 and shared.union_tokens == sorted(shared.union_tokens)
     assert shared.union_tokens[-1] <= len(encoded.context) == shared.prompt_tokens
     assert 0 < shared.jaccard < 1 and list(shared.kl) == ["own", "sibling", "union", "random", "joint", "prompt"]
     assert shared.kl["joint"] not in (shared.kl["own"], shared.kl["sibling"], shared.kl["prompt"])
-    alone = share(model, encoded.context, [encoded.questions[0].tokens] * 2, policy, new_tokens=5)
+    [alone] = share(prompt, [encoded.questions[0].tokens] * 2, [policy], new_tokens=5)
     assert alone.kl["joint"] == alone.kl["own"], "branches that are alike choose what one of them would"
-    whole = share(model, encoded.context, 3, KVSparsity.named("snapkv", budget=500), new_tokens=5)
+    [whole] = share(prompt, 3, [KVSparsity.named("snapkv", budget=500)], new_tokens=5)
     assert whole.jaccard == 1 and max(whole.kl.values()) < 1e-4 and set(whole.top1.values()) == {1.0}
 
 
@@ -167,7 +179,7 @@ def test_the_verb_writes_what_it_found(run, tmp_path):
     assert {cell["mode"] for cell in result["results"]} == {"aware", "agnostic"}  # there is no second question
     assert set(result["solved_on_selection_seeds"]) == {"passkey", "vt", "text"}
     assert [(facts["kind"], facts["budget"]) for facts in result["branches"]] == [
-        (kind, budget) for budget in (60, 0.5) for kind in ("questions", "samples")
+        (kind, budget) for kind in ("questions", "samples") for budget in (60, 0.5)
     ]
     assert "knorm" in said.out and "100% done" in said.err
 

@@ -113,7 +113,8 @@ def test_queries_that_wait_are_counted():
     assert llm.kv_usage.bytes_beside <= config.hidden_size * 4
 
 
-def test_scorers_that_need_a_second_pass_are_refused_at_the_start():
-    for policy in (KVSparsity("kvzip", budget=64), KVSparsity(KVzip(), budget=64)):
-        with pytest.raises(ValueError, match=r"kv_sparsity: KVzip\(\) scores by queries of a second pass"):
-            tiny_llm(MODEL, kv_sparsity=policy)
+@pytest.mark.parametrize("settings", [{"every": 8}, {"trigger": "pressure"}], ids=str)
+def test_what_was_decoded_is_not_read_twice(settings):
+    for scorer in ("kvzip", KVzip()):
+        with pytest.raises(ValueError, match=rf"kv_sparsity: {next(iter(settings))}: KVzip\(\) reads a prompt twice"):
+            tiny_llm(MODEL, kv_sparsity=KVSparsity(scorer, budget=64, **settings))

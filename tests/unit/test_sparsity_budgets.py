@@ -56,7 +56,7 @@ def test_budgets_sum_exactly(name, tokens, budget, num_layers, least):
 @given(COUNTS, COUNTS, st.integers(2, 80), st.integers(1, 300), st.floats(1, 200))
 def test_a_pyramid_is_a_straight_line_that_goes_down(tokens, budget, num_layers, least, beta):
     least = min(least, tokens, budget)
-    kept = Pyramid(beta).layers(tokens, budget, num_layers, least)
+    kept = Pyramid(beta, stairs=None).layers(tokens, budget, num_layers, least)
     assert sum(kept) == num_layers * min(budget, tokens)
     assert kept == sorted(kept, reverse=True) and kept[-1] >= least and kept[0] <= tokens
     assert np.abs(np.diff(kept, 2)).max(initial=0) <= 2
@@ -64,6 +64,20 @@ def test_a_pyramid_is_a_straight_line_that_goes_down(tokens, budget, num_layers,
     if tokens > budget:
         first = min(2 * mean - mean / beta, tokens - least)
         assert abs(kept[0] - least - first) <= 1 and abs(kept[-1] - least - (2 * mean - first)) <= 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(COUNTS, COUNTS, st.integers(2, 80), st.integers(1, 300), st.integers(1, 90))
+def test_the_stairs_of_a_pyramid_follow_its_line(tokens, budget, num_layers, least, stairs):
+    least = min(least, tokens, budget)
+    line = Pyramid(stairs=None).layers(tokens, budget, num_layers, least)
+    kept = Pyramid(stairs=stairs).layers(tokens, budget, num_layers, least)
+    assert sum(kept) == sum(line) and kept == sorted(kept, reverse=True)
+    assert least <= kept[-1] and kept[0] <= tokens
+    assert len(set(kept)) <= stairs + 1, "one of them may be in two halves"
+    longest = -(-num_layers // min(stairs, num_layers))
+    slope = np.abs(np.diff(line)).max()
+    assert np.abs(np.array(kept) - line).max() <= slope * longest / 2 + 2
 
 
 @pytest.mark.parametrize(("budget", "num_layers"), [(64, 32), (96, 32), (128, 32), (64, 30), (2048, 32)])
@@ -153,6 +167,7 @@ def test_tables():
             "first_full must be less than the 3 layers there are, not 3",
         ),
         (lambda: Pyramid(0.5), "beta"),
+        (lambda: Pyramid(stairs=0), "stairs must be an integer of at least 1 or None"),
         (lambda: Ada(1.2), "floor"),
     ],
 )

@@ -125,6 +125,7 @@ def test_keys_tell_policies_apart():
     policies = [KVSparsity.named(name) for name in PRESETS]
     policies += [replace(KVSparsity(), **change) for change in (
         {"budget": 512}, {"budget": 1.0}, {"window": 16}, {"sinks": 0}, {"first_full": 1}, {"every": 8},
+        {"trigger": "pressure"}, {"action": "hide"}, {"joint": True},
         {"scorer": SnapKV(32, 7)}, {"scorer": Oracle.of({3})}, {"allocator": Pyramid(10)}, {"allocator": Table((9,))},
     )]  # fmt: skip
     assert len({policy.key for policy in policies}) == len(policies)
@@ -147,6 +148,9 @@ def test_keys_tell_policies_apart():
         ({"sinks": 1.5}, "sinks"),
         ({"first_full": -1}, "first_full"),
         ({"every": 0}, "every must be an integer of at least 1 or None"),
+        ({"trigger": "chunk"}, "trigger is 'chunk'; choose one of pressure, prompt"),
+        ({"action": "offload"}, "action is 'offload'; choose one of evict, hide"),
+        ({"trigger": "pressure", "joint": True}, "joint"),
     ],
 )
 def test_settings_are_checked(values, message):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import dense_logits, greedy, idle, tiny_llm, tiny_model
 
-from treewise import SamplingParams, generate, score
+from treewise import SamplingParams, engine, generate, score, thinning
 from treewise.attention import METHODS
 from treewise.branch import DeadBranchError
 from treewise.kv import KVManager
@@ -24,7 +24,6 @@ from treewise.sparsity.policy import KVSparsity
 from treewise.sparsity.scorers import SnapKV
 from treewise.speculate.ngram import NgramDrafter
 from treewise.speculate.speculator import Speculator
-from treewise.thinning import Thinner
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_engine_fuzz import TOLERANCE, Mischief, Script, operations, small, step_to_the_end
@@ -216,9 +215,9 @@ def test_lone_branches_stay_within_their_budget(policy, options):
         most = [0]
         keep = llm.engine.kv.keep
 
-        def watched(node, counts, most=most, keep=keep):
+        def watched(node, counts, *rest, most=most, keep=keep):
             most.append(max(min(np.mean(count) for count in counts), *most))
-            return keep(node, counts)
+            return keep(node, counts, *rest)
 
         llm.engine.kv.keep = watched
         alone += told(llm.generate([prompt], params))
@@ -229,6 +228,55 @@ def test_lone_branches_stay_within_their_budget(policy, options):
     idle(llm)
 
 
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "keydiff", "pyramidinfer"])
+def test_steady_decoding_leaves_the_queries_that_a_stage_looks_at(name, monkeypatch):
+    policy = KVSparsity.named(name, budget=16, window=4, sinks=1, every=7)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(thinning, "AHEAD", 0)
+        expected = tiny_llm(MODEL, kv_sparsity=policy).generate(PROMPTS, params)
+    llm = tiny_llm(MODEL, kv_sparsity=policy)
+    runner, sizes = llm.engine.runner, []
+    compute = runner._compute
+
+    def computed(tokens, positions, slots, plans, wanted=None, seen=()):
+        sizes.append((len(tokens), len(seen)))
+        return compute(tokens, positions, slots, plans, wanted, seen)
+
+    monkeypatch.setattr(runner, "_compute", computed)
+    outputs = llm.generate(PROMPTS, params)
+    assert told(outputs) == told(expected)
+    decoding = sizes[-39:]
+    assert max(decoding) == (len(PROMPTS), 0), "no row is computed again, and nobody looks into a forward"
+    idle(llm)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_queries_are_those_of_the_path_that_comes_to_the_stage(looks_ahead, monkeypatch):
+    policy, seen = KVSparsity.named("snapkv", budget=16, window=6, sinks=1, every=12), []
+    one, two, three = (SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (8, 2, 25))
+
+    async def program(root):
+        await generate([root], one)  # some of the queries that the next stage looks at
+        branches = root.fork(2)
+        for number, branch in enumerate(branches):
+            branch.append([40 + number])
+        await generate(branches, two)
+        branches[seen[-1][0]].prune()
+        last = branches[1 - seen[-1][0]]
+        await generate([last], three)
+        seen[-1].append(last.path_tokens)
+
+    for pruned in (0, 1):
+        for ahead in (0, 64):
+            monkeypatch.setattr(thinning, "AHEAD", ahead)
+            seen.append([pruned])
+            llm = tiny_llm(MODEL, kv_sparsity=policy, looks_ahead=looks_ahead)
+            llm.run(program, [PROMPTS[0]])
+            idle(llm)
+    assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
+
+
 @pytest.mark.parametrize("every", [None, 8])
 def test_heads_by_themselves_are_heads_together(every, monkeypatch):
     policy = KVSparsity("snapkv", Ada(floor=1.0), budget=16, window=4, first_full=1, every=every)
@@ -237,7 +285,7 @@ def test_heads_by_themselves_are_heads_together(every, monkeypatch):
     monkeypatch.setattr(KVManager, "heads", lambda kv, kept, layer: tuple(range(kv.num_heads)))
     llm = tiny_llm(MODEL, kv_sparsity=policy)
     keep, counted = llm.engine.kv.keep, []
-    llm.engine.kv.keep = lambda node, counts: (counted.append(counts), keep(node, counts))[1]
+    llm.engine.kv.keep = lambda node, counts, *rest: (counted.append(counts), keep(node, counts, *rest))[1]
     assert told(llm.generate(PROMPTS, params)) == together
     assert all(isinstance(count, tuple) and count[0] == count[1] for counts in counted for count in counts)
     idle(llm)
@@ -245,11 +293,11 @@ def test_heads_by_themselves_are_heads_together(every, monkeypatch):
 
 def test_heads_lose_different_tokens_stage_by_stage(monkeypatch):
     policy, prompt = KVSparsity.named("adakv", budget=14, window=3, sinks=1, every=6), PROMPTS[2]
-    config, choose = MODEL.config, Thinner._choose
+    config, choose = MODEL.config, thinning.choose
     ends, held = [len(prompt) + 6 * stage for stage in range(5)], []  # by stage, layer and head
 
-    def chosen_of(thinner, case, end, budgets, places):
-        stage, chosen = [], choose(thinner, case, end, budgets, places)
+    def chosen_of(runner, policy, observations, end, budgets, places):
+        stage, chosen = [], choose(runner, policy, observations, end, budgets, places)
         begin = (0, *ends)[len(held)]
         assert end == ends[len(held)]
         for layer, which in enumerate(chosen):
@@ -262,7 +310,7 @@ def test_heads_lose_different_tokens_stage_by_stage(monkeypatch):
         held.append(stage)
         return chosen
 
-    monkeypatch.setattr(Thinner, "_choose", chosen_of)
+    monkeypatch.setattr(thinning, "choose", chosen_of)
     llm = tiny_llm(MODEL, kv_sparsity=policy)
     [out] = llm.generate([prompt], SamplingParams(max_tokens=28, temperature=0, ignore_eos=True))
     tokens = [*prompt, *out.outputs[0].token_ids]
@@ -408,9 +456,9 @@ def test_short_prompts_are_kept_whole_until_the_path_is_too_long(options):
     for prompt in prompts:
         llm, lengths = tiny_llm(MODEL, kv_sparsity=policy), []
         keep = llm.engine.kv.keep
-        llm.engine.kv.keep = lambda node, counts, lengths=lengths, keep=keep: (
+        llm.engine.kv.keep = lambda node, counts, *rest, lengths=lengths, keep=keep: (
             lengths.append((node.end, counts)),
-            keep(node, counts),
+            keep(node, counts, *rest),
         )[1]
         alone += told(llm.generate([prompt], params))
         first = next(length for length in range(len(prompt), 999, 8) if length > 24)
@@ -422,6 +470,101 @@ def test_short_prompts_are_kept_whole_until_the_path_is_too_long(options):
     llm = tiny_llm(MODEL, kv_sparsity=policy, **options)
     assert told(llm.generate(prompts, params)) == alone
     idle(llm)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("name", ["snapkv", "adakv"])
+def test_a_pool_that_is_short_is_relieved_before_anybody_gives_way(name, looks_ahead):
+    policy = KVSparsity.named(name, budget=16, window=4, sinks=1, trigger="pressure", every=16)
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    dense = told(tiny_llm(MODEL).generate(PROMPTS, params))
+    ample = tiny_llm(MODEL, kv_sparsity=policy)
+    assert told(ample.generate(PROMPTS, params)) == dense, "nobody is in need"
+    options = {"num_kv_slots": 320, "enable_prefix_caching": False, "looks_ahead": looks_ahead}
+    crowded = tiny_llm(MODEL, **options)
+    assert told(crowded.generate(PROMPTS, params)) == dense and crowded.engine.scheduler.num_preemptions
+    llm, kept = tiny_llm(MODEL, kv_sparsity=policy, **options), []
+    keep = llm.engine.kv.keep
+    llm.engine.kv.keep = lambda node, *given: (kept.append((node.tokens[0], node.end)), keep(node, *given))[1]
+    outputs = told(llm.generate(PROMPTS, params))
+    assert kept and not llm.engine.scheduler.num_preemptions
+    assert [len(own[0][0]) for own in outputs] == [60] * 3
+    for prompt, [(tokens, _)], [(exact, _)] in zip(PROMPTS, outputs, dense, strict=True):
+        first = min((end for token, end in kept if token == prompt[0]), default=999)
+        assert tokens[: first - len(prompt)] == exact[: first - len(prompt)], "up to there it has all its keys"
+    idle(llm)
+
+
+def test_what_is_hidden_is_not_freed():
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    told_of, held = [], []
+    for action in ("evict", "hide"):
+        policy = KVSparsity.named("snapkv", budget=16, window=4, sinks=1, every=8, action=action)
+        llm = tiny_llm(MODEL, page_size=1, kv_sparsity=policy, enable_prefix_caching=False)
+
+        async def program(root, llm=llm):
+            await generate([root], params)
+            held.append((llm.kv_usage.live_slots, llm.kv_usage.live_tokens))
+            return root.path_tokens
+
+        [output] = llm.run(program, [PROMPTS[0]])
+        told_of.append(output.value)
+        idle(llm)
+    assert told_of[0] == told_of[1]
+    (few, tokens), (all_of_them, as_many) = held
+    assert as_many == tokens == all_of_them > few
+
+
+@torch.inference_mode()
+def kept_by_second_pass(prompt, again, policy):
+    """Return the tokens that each layer and KV head keeps of a prompt by what a repetition of it looks at."""
+    config, num_given, layers = MODEL.config, len(prompt), []
+    tokens = [*prompt, *again]
+    n = len(tokens)
+
+    def attend(layer, heads):
+        q, k, v = rotate(heads, config.num_kv_heads)
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(3, 1)) * config.attention_scale
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        if config.layer_windows[layer] is not None:
+            hidden |= torch.ones(n, n, dtype=torch.bool).tril(-config.layer_windows[layer])
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        layers.append(weights[:, -num_given:, :num_given].unflatten(0, (config.num_kv_heads, -1)).amax((1, 2)))
+        return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(3, 1))
+
+    MODEL(torch.tensor(tokens), torch.arange(n), attend)
+    kept, budgets = [], iter(policy.budgets(num_given, config.layer_windows.count(None)))
+    for window, most in zip(config.layer_windows, layers, strict=True):
+        if window is not None:
+            kept.append(None)
+            continue
+        most[:, : policy.sinks] = most[:, num_given - policy.window :] = torch.inf
+        kept.append(most.sort(descending=True, stable=True).indices[:, : next(budgets)])
+    return kept
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_rows": 7}, {"num_kv_slots": 208}, {"looks_ahead": True}, {"page_size": 1}], ids=str
+)
+def test_a_prompt_is_read_twice_for_kvzip(options, monkeypatch):
+    monkeypatch.setattr(engine, "REPEAT", "Say:")
+    policy = KVSparsity("kvzip", budget=16, window=4, sinks=2)
+    llm = tiny_llm(MODEL, kv_sparsity=policy, **options)
+    llm.generate([PROMPTS[0]], GREEDY, kv_sparsity="full")  # its keys are there
+    outputs = llm.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        kept = kept_by_second_pass(prompt, [*b"Say:", *prompt], policy)
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        logits = logits_over(kept, tokens, len(prompt))
+        assert logits[len(prompt) : -1].argmax(-1).tolist() == tokens[len(prompt) + 1 :]
+        assert tokens[len(prompt)] == int(dense_logits(MODEL, prompt)[-1].argmax()), "the first is drawn from all keys"
+    short = llm.generate([[7, 1, 9]], GREEDY)[0].outputs[0].token_ids
+    assert short == greedy(MODEL, [7, 1, 9], 12), "nothing is lost, and nothing is read twice"
+    idle(llm)
+    with pytest.raises(ValueError, match="reads the prompt twice, which makes 165 tokens"):
+        llm.generate([[5] * 80], GREEDY)
+    with pytest.raises(ValueError, match="every"):
+        llm.generate([[5] * 70], GREEDY, kv_sparsity=KVSparsity("kvzip", budget=16, window=4, sinks=2, every=8))
 
 
 @pytest.mark.gpu
@@ -470,6 +613,8 @@ def test_log_probabilities_of_the_prompt_are_refused():
 
 
 RESTLESS = {
+    "pressure": KVSparsity.named("snapkv", budget=16, window=4, sinks=2, every=6, trigger="pressure"),
+    "hidden heads": KVSparsity.named("adakv", budget=14, window=3, sinks=1, every=9, action="hide"),
     "stages": KVSparsity.named("snapkv", budget=16, window=4, sinks=2, every=6),
     "stages of heads": KVSparsity.named("adakv", budget=14, window=3, sinks=1, every=5),
     "joint": KVSparsity("snapkv", budget=16, window=4, sinks=2, joint=True),

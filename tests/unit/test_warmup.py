@@ -7,10 +7,14 @@ import pytest
 import torch
 from tiny import tiny_llm, tiny_model
 
-from treewise import plan
+from treewise import plan, warmup
+from treewise.config import SamplingParams
 from treewise.graphs import GraphCache, Kind
+from treewise.kv import KVManager, make_pool
 from treewise.plan import TreeSpec, data, plan_tree
-from treewise.warmup import common_trees, sizes
+from treewise.sparsity.policy import KVSparsity
+from treewise.tree import Forest
+from treewise.warmup import common_trees, sizes, thinned_out
 
 ROOM = 32
 
@@ -33,6 +37,34 @@ def test_sizes_serve_any_number_of_rows():
 def test_rows_to_capture_are_checked(wrong):
     with pytest.raises(ValueError, match="capture_rows must be an integer of at least 0"):
         tiny_llm(tiny_model(), capture_rows=wrong)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "novita", "pyramidkv", "adakv"])
+def test_steps_behind_what_is_kept_are_those_of_requests(name, monkeypatch):
+    monkeypatch.setattr(warmup, "PROMPT", 60)
+    monkeypatch.setattr(warmup, "TAIL", 9)
+    model = tiny_model(windows=(None, 11, None, None, None))
+    policy = KVSparsity.named(name, budget=16, window=4, sinks=1, **({"first_full": 1} if name == "novita" else {}))
+    llm = tiny_llm(model, kv_sparsity=policy)
+    runner, wanted = llm.engine.runner, set()
+    plan_of = runner.plan
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "plan", lambda *given: (plans := plan_of(*given), wanted.add(frozenset(plans)))[0])
+        llm.generate([list(range(1, 61)), [7, 5, 3] * 20], SamplingParams(max_tokens=4, ignore_eos=True))
+    kv = KVManager(Forest(), make_pool("paged", runner.k.shape[1], 16), False, runner.k.shape[2])
+    counts = llm.engine.thinner.kept_of(policy, 60)
+    for rows in (1, 2, 5):
+        shapes = []
+        for batch in thinned_out(rows, counts, kv):
+            assert batch.num_rows == rows and batch.can_grow and batch.is_decoding
+            assert frozenset(runner.plan(batch, kv)) in wanted
+            shapes.append(sum(node.sealed for node in kv.forest))
+            kv.check_integrity()
+        assert shapes == ([1] if rows == 1 else [rows, 1])
+        assert not list(kv.forest) and kv.pool.num_free == kv.num_slots
+    small = KVManager(Forest(), make_pool("paged", 64, 16), False, runner.k.shape[2])
+    assert len(list(thinned_out(5, counts, small))) == 0, "there is no room for them"
+    assert not list(small.forest) and small.pool.num_free == small.num_slots
 
 
 class TestOnALargeGPU:

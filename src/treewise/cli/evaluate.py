@@ -67,11 +67,11 @@ def kv(
     tokens
         Length of the texts: 640; 384 if quick.
     seeds
-        Texts of each task: 5; 2 if quick.
+        Texts of each task: 4; 2 if quick.
     selection_seeds
-        Other texts of each task, which tell whether the model can solve it at all: 4; 2 if quick.
+        Other texts of each task, which tell whether the model can solve it at all: 2.
     new_tokens
-        Length of the continuations that are compared, at least: 24.
+        Length of the continuations that are compared, at least: 16.
     branches
         Branches of one prompt that share what they keep, at most 8: 6; 3 if quick; 0 for none.
     branch_policy
@@ -164,7 +164,7 @@ def _bar(total: int) -> Iterator[Any]:
             nonlocal whole, said
             whole += part
             bar.update(line, completed=whole, description=what)
-            if bar.disable and whole * LINES // total > said:
+            if bar.disable and (whole * LINES // total > said or whole == part):
                 said = whole * LINES // total
                 left = (perf_counter() - start) * (total - whole) / whole
                 print(f"{whole / total:.0%} done, {left / 60:.0f} minutes to go", file=sys.stderr, flush=True)

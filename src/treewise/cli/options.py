@@ -177,7 +177,7 @@ class ModelOptions:
         Root of the random streams of requests that have no seed of their own.
     speculate : str
         Who guesses what follows, so that a step may verify several tokens: ngram, ngram:shared, draft:MODEL,
-        medusa:FOLDER or eagle:FOLDER; nobody if left out.
+        self:POLICY, medusa:FOLDER or eagle:FOLDER; nobody if left out.
     tree_size : int
         The most guesses for one branch and step.
     tensor_parallel_size : int

@@ -11,12 +11,13 @@ from torch import Tensor
 from treewise.evaluate.cache import OfflineCache, read_together
 from treewise.evaluate.measures import Chosen, jaccard, kl_divergence, top1_agreement, union
 from treewise.evaluate.trial import predict
-from treewise.models import CausalLM
 from treewise.sparsity.policy import KVSparsity
 from treewise.sparsity.select import protect, top_of_each
 
 DRAWN = 32
 """Tokens of a branch that is drawn."""
+REDUCED = 7
+"""Prompts over which the last branch goes on, the whole one included."""
 
 
 @dataclass(frozen=True)
@@ -80,36 +81,51 @@ def random_like(chosen: Chosen, policy: KVSparsity, tokens: int, seed: int) -> l
 
 
 def share(
-    model: CausalLM,
-    context: Sequence[int],
+    prompt: OfflineCache,
     branches: Sequence[Sequence[int]] | int,
-    policy: KVSparsity,
+    policies: Sequence[KVSparsity],
     *,
     new_tokens: int,
     kind: str = "",
     seed: int = 0,
-) -> Shared:
+) -> list[Shared]:
     """Let branches of one prompt choose what they keep of it, and let the last go on with what the others chose.
 
     Parameters
     ----------
-    model : CausalLM
-    context : sequence of int
-        The prompt.
+    prompt : OfflineCache
+        Which has read the prompt.
     branches : sequence of sequence of int, or int
         Tokens of each branch, two branches at least; or how many are to be drawn.
-    policy : KVSparsity
+    policies : sequence of KVSparsity
+        By each of which the branches choose.
     new_tokens : int
         Length of the dense continuation of the last branch.
     kind, seed
         For `Shared`; what is drawn is drawn from `seed`.
+
+    Returns
+    -------
+    list of Shared
+        One for each policy.
     """
-    prompt = OfflineCache(model)
-    prompt.read(context)
     if isinstance(branches, int):
         branches = sample(prompt, branches, DRAWN, seed)
     paths = [prompt.copy() for _ in branches]
     read_together(paths, branches)
+    continuation = paths[-1].greedy(new_tokens)
+    return [_share(prompt, paths, continuation, policy, kind, seed) for policy in policies]
+
+
+def _share(
+    prompt: OfflineCache,
+    paths: Sequence[OfflineCache],
+    continuation: Sequence[int],
+    policy: KVSparsity,
+    kind: str,
+    seed: int,
+) -> Shared:
+    """Return what comes of branches whose paths have been read, of which the last goes on."""
     sets = [path.choose(policy, prompt.length, seed) for path in paths]
     *others, own = sets
     together = union(others)
@@ -121,9 +137,8 @@ def share(
         "joint": paths[0].choose(policy, prompt.length, seed, beside=paths[1:]),
         "prompt": prompt.choose(policy, seed=seed),
     }
-    continuation = paths[-1].greedy(new_tokens)
     caches = [prompt, *(prompt.only(chosen) for chosen in reduced.values())]
-    _, (dense, *sparse) = predict(caches, branches[-1], continuation)
+    _, (dense, *sparse), _ = predict(caches, paths[-1].tokens[prompt.length :], continuation)
     results = dict(zip(reduced, sparse, strict=True))
     return Shared(
         kind=kind,

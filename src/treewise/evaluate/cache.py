@@ -150,6 +150,15 @@ class OfflineCache:
         other.asked = [list(rows) for rows in self.asked]
         return other
 
+    def without(self, count: int) -> Self:
+        """Return a copy that has not read the last `count` tokens, all of which are held, nor knows what follows."""
+        other = self.copy()
+        if count:
+            other.tokens = self.tokens[:-count]
+            other.held = [Held(*(part[:, :-count] for part in held)) for held in self.held]
+            other.asked, other.last = [[] for _ in self.asked], None
+        return other
+
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Go on with some tokens; returns the last layer's output behind each of them [tokens, hidden]."""
         parts = [tokens[start : start + ROWS] for start in range(0, len(tokens), ROWS)]

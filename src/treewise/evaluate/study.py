@@ -9,13 +9,13 @@ from statistics import mean
 from typing import Any
 
 from treewise.config import check_integer
-from treewise.evaluate.branches import DRAWN, Shared, share
+from treewise.evaluate.branches import DRAWN, REDUCED, Shared, share
+from treewise.evaluate.cache import OfflineCache
 from treewise.evaluate.summary import BASELINE, summarise, summarise_shared
 from treewise.evaluate.tasks import SANITY, TASKS, make, needles
 from treewise.evaluate.trial import MODES, ORACLE, Contender, Row, solved, try_policies
 from treewise.models import CausalLM, Tokenizer
-
-REPEAT = "\n\nRepeat the text above word for word:\n\n"
+from treewise.sparsity.scorers.kvzip import REPEAT
 
 SELECTION = 1_000_000
 """Seeds from here on choose the tasks that the model can solve; no result comes from them."""
@@ -72,9 +72,9 @@ class Study:
     tasks: tuple[str, ...] = tuple(TASKS)
     modes: tuple[str, ...] = tuple(MODES)
     tokens: int = 640
-    seeds: int = 5
-    selection_seeds: int = 4
-    new_tokens: int = 24
+    seeds: int = 4
+    selection_seeds: int = 2
+    new_tokens: int = 16
     branches: int = 6
     branch_policy: str = "snapkv:window=8"
 
@@ -106,19 +106,20 @@ class Study:
     @property
     def trial_tokens(self) -> int:
         """About how many tokens it takes to measure a text, as far as time goes."""
-        return self.tokens + 2 * self.new_tokens * len(self.modes) * len(self.contenders)
+        smaller = sum(contender.loses(self.tokens) for contender in self.contenders)
+        return self.tokens + 2 * self.new_tokens * len(self.modes) * (1 + smaller)
 
     @property
     def shared_tokens(self) -> int:
         """The same for branches of a text."""
-        return self.tokens + (DRAWN + 2 * self.new_tokens) * self.branches
+        return (DRAWN + self.new_tokens) * (self.branches + REDUCED * len(self.budgets))
 
     @property
     def total_tokens(self) -> int:
         """The same for everything."""
         texts = len(self.tasks) * (self.selection_seeds * self.tokens + self.seeds * self.trial_tokens)
         kinds = 2 if self.branches else 0
-        return texts + kinds * self.seeds * len(self.budgets) * self.shared_tokens
+        return texts + self.seeds * kinds * self.shared_tokens
 
     def run(self, model: CausalLM, tokenizer: Tokenizer, done: Callable[[str, int], None]) -> dict[str, Any]:
         """Measure everything, and sum it up.
@@ -165,19 +166,12 @@ class Study:
             return
         for seed in range(self.seeds):
             encoded = make(partial(needles, num_keys=self.branches), seed, self.tokens, tokenizer)
-            for budget in self.budgets:
-                policy = Contender(self.branch_policy, budget).policy()
-                for kind, branches in (
-                    ("questions", [question.tokens for question in encoded.questions]),
-                    ("samples", self.branches),
-                ):
-                    yield share(
-                        model,
-                        encoded.context,
-                        branches,
-                        policy,
-                        new_tokens=self.new_tokens,
-                        kind=kind,
-                        seed=seed,
-                    )
-                    done(f"branches, {kind}", self.shared_tokens)
+            prompt = OfflineCache(model)
+            prompt.read(encoded.context)
+            policies = [Contender(self.branch_policy, budget).policy() for budget in self.budgets]
+            for kind, branches in (
+                ("questions", [question.tokens for question in encoded.questions]),
+                ("samples", self.branches),
+            ):
+                yield from share(prompt, branches, policies, new_tokens=self.new_tokens, kind=kind, seed=seed)
+                done(f"branches, {kind}", self.shared_tokens)

@@ -49,6 +49,12 @@ class Contender:
     name: str
     budget: int | float | None = None
 
+    def loses(self, tokens: int) -> bool:
+        """Whether anything is given up of so many tokens."""
+        return self.budget is not None and (
+            self.budget < 1.0 if isinstance(self.budget, float) else self.budget < tokens
+        )
+
     def policy(self, answer_tokens: int = 1) -> KVSparsity:
         """Return the policy of this name.
 
@@ -176,23 +182,33 @@ def ways_to_ask(model: CausalLM, encoded: Encoded, modes: Sequence[str], new_tok
 
 
 def predict(
-    caches: Sequence[OfflineCache], lead: Sequence[int], tokens: Sequence[int]
-) -> tuple[list[OfflineCache], list[Tensor]]:
+    caches: Sequence[OfflineCache], lead: Sequence[int], tokens: Sequence[int], others: Sequence[int] = ()
+) -> tuple[list[OfflineCache], list[Tensor], list[Tensor]]:
     """Let copies of caches read a lead and some tokens behind it, and return them with what they expected.
 
     Returns
     -------
     caches : list of OfflineCache
-        They have read all but the last token.
+        They have read all but the last of `tokens`.
     log_probs : list of Tensor [places, vocabulary], float32
         Of each of the tokens; without a lead not of the first, which was expected before.
+    log_probs of others : list of Tensor
+        The same of `others` instead of these tokens, which may be none.
     """
     model = caches[0].model
-    read = [*lead, *tokens[:-1]]
     copies = [cache.copy() for cache in caches]
-    hidden = read_together(copies, [read] * len(copies))
-    first = max(0, len(read) - len(tokens))
-    return copies, [model.logits(rows[first:]).float().log_softmax(-1) for rows in hidden]
+    hidden = read_together(copies, [[*lead, *tokens[:-1]]] * len(copies))
+    first = max(0, len(lead) - 1)
+
+    def expected(rows: Tensor) -> Tensor:
+        return model.logits(rows).float().log_softmax(-1)
+
+    instead: list[Tensor] = []
+    if others:
+        behind = read_together([copy.without(len(tokens) - 1) for copy in copies], [others[:-1]] * len(copies))
+        before = [rows[first : len(lead)] for rows in hidden]
+        instead = [expected(torch.cat(both)) for both in zip(before, behind, strict=True)]
+    return copies, [expected(rows[first:]) for rows in hidden], instead
 
 
 def solved(model: CausalLM, encoded: Encoded) -> list[bool]:
@@ -200,7 +216,7 @@ def solved(model: CausalLM, encoded: Encoded) -> list[bool]:
     question = encoded.questions[0]
     context = OfflineCache(model)
     context.read(encoded.context)
-    _, [expected] = predict([context], question.tokens, question.answer)
+    _, [expected], _ = predict([context], question.tokens, question.answer)
     return parts_right(expected, question.answer, question.parts)
 
 
@@ -263,14 +279,19 @@ def _try_way(way: Way, contenders: Sequence[Contender], repeat: Sequence[int], *
         judge = answered() if contender.name == ORACLE else start
         judge = repeated() if isinstance(policy.scoring, KVzip) else judge
         choices.append(judge.choose(policy, start.length, labels["seed"]))
-    caches = [start, *(start.only(choice) for choice in choices)]
-    after, expected = predict(caches, way.lead, continuation)
-    if continuation[: len(answer)] == answer:
+    caches, places = [start], []
+    for choice in choices:
+        left = start.only(choice)
+        if smaller := left.num_bytes() < start.num_bytes():
+            caches.append(left)
+        places.append(len(caches) - 1 if smaller else 0)  # what keeps everything is the dense cache
+    alike = continuation[: len(answer)] == answer
+    after, expected, found = predict(caches, way.lead, continuation, () if alike else answer)
+    if alike:
         found = [log_probs[: len(log_probs) + len(answer) - len(continuation)] for log_probs in expected]
-    else:
-        _, found = predict(caches, way.lead, answer)
     costs = [float(nll(log_probs, answer[-len(log_probs) :]).mean()) for log_probs in found]
     right = [tuple(parts_right(_from_first(start, log_probs, answer), answer, parts)) for log_probs in found]
+    errors = [output_errors(after[0], each).tolist() for each in caches]
     kv_heads = start.model.config.num_kv_heads
     return [
         Row(
@@ -285,9 +306,9 @@ def _try_way(way: Way, contenders: Sequence[Contender], repeat: Sequence[int], *
             right=right[i],
             dense_right=right[0],
             kept=retention(choice, way.question.needles, kv_heads).tolist() if way.question.needles else None,
-            errors=output_errors(after[0], caches[i]).tolist(),
+            errors=errors[i],
         )
-        for i, (contender, choice) in enumerate(zip(contenders, choices, strict=True), start=1)
+        for contender, choice, i in zip(contenders, choices, places, strict=True)
     ]
 
 

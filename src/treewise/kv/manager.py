@@ -218,8 +218,15 @@ class KVManager:
         node.sealed = True
         return node
 
-    def keep(self, node: Node, counts: Sequence[Count]) -> Kept | None:
+    def keep(self, node: Node, counts: Sequence[Count], at_least: int = 0) -> Kept | None:
         """Give a sealed node slots for as many tokens as each layer keeps, in the place of those it has.
+
+        Parameters
+        ----------
+        node : Node
+        counts : sequence of Count
+        at_least : int
+            Slots that it gets even if it needs fewer.
 
         Returns
         -------
@@ -232,7 +239,7 @@ class KVManager:
         size = self.pool.page_size
         wanted = num_pages(counts, size) * size
         try:
-            lent = self.lend(wanted)
+            lent = self.lend(max(wanted, at_least))
         except OutOfSlots:
             return None
         kept = self.kept[node] = Kept.within(lent, counts, self.pool.num_slots, size)

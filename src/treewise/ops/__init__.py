@@ -96,6 +96,7 @@ def rotate_and_store(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Normalise and rotate a layer's queries and keys, and write its keys and values into the pool.
 
@@ -109,6 +110,8 @@ def rotate_and_store(
         Where each row goes. A slot that repeats, such as the scratch slot, ends with one of its rows.
     k_scale, v_scale : Tensor [kv_heads], float32, optional
         As for `treewise.attention.store_kv`.
+    out : Tensor [rows, heads, head_dim], optional
+        Where the queries go: contiguous, and of their type. By default into new memory.
 
     Returns
     -------
@@ -128,7 +131,12 @@ def rotate_and_store(
         )
     if slots.dtype not in (torch.int32, torch.int64) or len(slots) != rows:
         raise ValueError(f"slots must be int32 or int64 [rows] = [{rows}]; they are {slots.dtype} {list(slots.shape)}")
-    q: Tensor = _implementation(heads.stacked).rotate_and_store(heads, k, v, slots, k_scale, v_scale)
+    shape = (rows, stacked - 2 * k.shape[1], head_dim)
+    if out is not None and (out.shape != shape or out.dtype != heads.stacked.dtype or not out.is_contiguous()):
+        raise ValueError(
+            f"out must be contiguous {heads.stacked.dtype} {list(shape)}; it is {out.dtype} {list(out.shape)}"
+        )
+    q: Tensor = _implementation(heads.stacked).rotate_and_store(heads, k, v, slots, k_scale, v_scale, out)
     return q
 
 

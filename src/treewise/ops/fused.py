@@ -45,14 +45,20 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def rotate_and_store(
-    heads: Heads, k: Tensor, v: Tensor, slots: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+    heads: Heads,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `treewise.ops.rotate_and_store`."""
     stacked = heads.stacked.contiguous()
     rows, total, dim = stacked.shape
     num_kv_heads = k.shape[1]
     num_heads = total - 2 * num_kv_heads
-    q = stacked.new_empty((rows, num_heads, dim))
+    q = stacked.new_empty((rows, num_heads, dim)) if out is None else out
     half_pad = power_of_2(dim // 2)
     block = max(1, min(power_of_2(total), COLUMNS // half_pad))
     kernels.rotate_heads[(rows * -(-total // block),)](

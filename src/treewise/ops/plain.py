@@ -75,9 +75,15 @@ def rotate(heads: Heads, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotate_and_store(
-    heads: Heads, k: Tensor, v: Tensor, slots: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+    heads: Heads,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `treewise.ops.rotate_and_store`."""
     q, k_new, v_new = rotate(heads, k.shape[1])
     CPUBackend().store((k_new, v_new), (k, v), slots.long(), (k_scale, v_scale))
-    return q
+    return q if out is None else out.copy_(q)

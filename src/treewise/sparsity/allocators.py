@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Protocol
 
 import torch
@@ -71,6 +72,27 @@ def round_to(total: int, shares: Sequence[float]) -> list[int]:
     return whole
 
 
+def round_in_stairs(total: int, shares: Sequence[float], stairs: int) -> list[int]:
+    """Make shares that sum to `total` equal in each of `stairs` stretches of neighbours, and round them together.
+
+    Stretches get another one each by the largest remainders; where that does not come out even, only the first shares
+    of the last of them do.
+
+    >>> round_in_stairs(21, [8, 6, 4, 3], stairs=2)
+    [7, 7, 4, 3]
+    """
+    bounds = [round(stair * len(shares) / stairs) for stair in range(stairs + 1)]
+    means = [sum(shares[low:high]) / (high - low) for low, high in pairwise(bounds)]
+    whole = [math.floor(means[stair]) for stair in range(stairs) for _ in range(bounds[stair], bounds[stair + 1])]
+    left = total - sum(whole)
+    for stair in sorted(range(stairs), key=lambda stair: math.floor(means[stair]) - means[stair]):
+        low, high = bounds[stair], bounds[stair + 1]
+        for index in range(low, min(high, low + left)):
+            whole[index] += 1
+        left = max(0, left - (high - low))
+    return whole
+
+
 def spread(total: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[int]:
     """Share `total` out in proportion to positive weights, each share a whole number within bounds of its own.
 
@@ -127,12 +149,18 @@ class Pyramid(EvenHeads):
     ----------
     beta : float
         How steep it is, in [1, 1e6]; 1 is flat.
+    stairs : int or None
+        Make the line one of so many stairs: neighbouring layers that keep as many tokens are planned, scored and read
+        together, which takes a fraction of the time. None for the paper's line.
     """
 
     beta: float = 20.0
+    stairs: int | None = 8
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, 1, 1e6)
+        if self.stairs is not None:
+            check_integer("stairs", self.stairs, 1, also=" or None")
 
     def layers(self, tokens: int, budget: int, num_layers: int, least: int = 1) -> list[int]:
         """See `Allocator.layers`."""
@@ -142,7 +170,8 @@ class Pyramid(EvenHeads):
         first = min(2 * mean - mean / self.beta, available)
         step = 2 * (first - mean) / (num_layers - 1)
         line = [max(0.0, first - layer * step) for layer in range(num_layers)]
-        return [least + share for share in round_to(num_layers * mean, line)]
+        stairs = num_layers if self.stairs is None else min(self.stairs, num_layers)
+        return [least + share for share in round_in_stairs(num_layers * mean, line, stairs)]
 
 
 @dataclass(frozen=True)

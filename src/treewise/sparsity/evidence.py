@@ -82,7 +82,9 @@ class Scorer(Protocol):
 
     Notes
     -----
-    One that looks at queries of a second pass over the prompt, as `KVzip` does, has a true `second_pass` as well.
+    One that looks at queries of a second pass over the prompt, as `KVzip` does, has a true `second_pass` as well. One
+    whose scores of a KV head follow from the keys, values and queries of this head alone, whatever the layer, has a
+    true `by_head`: the heads of several layers may come to it as those of one, which takes less time.
     """
 
     @property

@@ -36,3 +36,9 @@ def logits(evidence: Evidence, block: slice) -> Tensor:
         scores = scores.div_(evidence.soft_cap).tanh_().mul_(evidence.soft_cap)
     unseen = evidence.positions[None, :] > evidence.query_positions[block, None]
     return scores.masked_fill_(unseen, -torch.inf)
+
+
+def log_sums(evidence: Evidence) -> Tensor:
+    """Return the LSE of all queries over the keys of the evidence, float32 [queries, heads]."""
+    parts = [logits(evidence, block).logsumexp(-1) for block in query_blocks(evidence, None)]
+    return torch.cat(parts, dim=2).permute(2, 0, 1).flatten(1)

@@ -1,4 +1,4 @@
-"""The last queries of a prompt, kept while its chunks are computed."""
+"""The last queries of a path, kept while it is computed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Observation:
     dtype : torch.dtype
         Of the queries.
     device : torch.device
+    alone : bool
+        Whether the keys that will be scored are all that the queries have seen, so that their LSE follows from these.
 
     Attributes
     ----------
@@ -28,6 +30,8 @@ class Observation:
         Over all that each query saw.
     missing : set of int
         Positions of which nothing is known yet.
+    lacks_lse : bool
+        Whether there are queries without an LSE.
     """
 
     def __init__(
@@ -39,7 +43,10 @@ class Observation:
         end: int,
         dtype: torch.dtype,
         device: torch.device,
+        alone: bool = True,
     ) -> None:
+        self.alone = alone
+        self.lacks_lse = False
         self.first = first
         self.end = end
         self.missing = set(range(first, end))
@@ -71,3 +78,8 @@ class Seen(NamedTuple):
         observation = self.observation
         observation.queries[layer].index_copy_(0, self.places, q.index_select(0, self.rows))
         observation.lse[layer].index_copy_(0, self.places, lse.index_select(0, self.rows))
+
+    def take_behind(self, queries: Tensor) -> None:
+        """Take them from `queries` [layers, rows, heads, head_dim] once the step has run, without their LSE."""
+        self.observation.queries.index_copy_(1, self.places, queries.index_select(1, self.rows))
+        self.observation.lacks_lse = True

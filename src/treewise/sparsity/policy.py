@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from treewise.sparsity.evidence import Evidence, Scorer
 from treewise.sparsity.presets import PRESETS
 from treewise.sparsity.scorers import SCORERS
 from treewise.sparsity.select import protect, top, top_of_each
+
+TRIGGERS = ("prompt", "pressure")
+ACTIONS = ("evict", "hide")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class KVSparsity:
     joint : bool
         Wait with the prompt until the branches that a program begins with have read what it gave them, and score by the
         last queries of all of them: several questions on one context.
+    trigger : {"prompt", "pressure"}
+        Begin when the prompt has been computed, or only where the pool is short, before anybody gives way. What is kept
+        then depends on who else runs; `every` is how many tokens a path has to gain before it is thinned out again.
+    action : {"evict", "hide"}
+        Free the memory of what is not kept, or keep it and read it no more, to measure what freeing it is worth.
 
     Raises
     ------
@@ -68,6 +76,8 @@ class KVSparsity:
     first_full: int = 0
     every: int | None = None
     joint: bool = False
+    trigger: Literal["prompt", "pressure"] = "prompt"
+    action: Literal["evict", "hide"] = "evict"
 
     def __post_init__(self) -> None:
         check_integer("window", self.window, 0)
@@ -75,6 +85,10 @@ class KVSparsity:
         check_integer("first_full", self.first_full, 0)
         if self.every is not None:
             check_integer("every", self.every, 1, also=" or None")
+        _check_choice("trigger", self.trigger, TRIGGERS)
+        _check_choice("action", self.action, ACTIONS)
+        if self.joint and self.trigger == "pressure":
+            raise ValueError("joint: branches look at the prompt before it is thinned out; choose trigger 'prompt'")
         if isinstance(self.budget, float):
             check_number("budget", self.budget, 0, 1, open_low=True)
         else:
@@ -123,10 +137,17 @@ class KVSparsity:
         return self.scoring.num_queries
 
     @property
+    def second_pass(self) -> bool:
+        """Whether the scorer looks at queries of a second pass over the prompt."""
+        return getattr(self.scoring, "second_pass", False)
+
+    @property
     def key(self) -> str:
         """All that changes what is kept, given the tokens: two policies with one key keep the same."""
         numbers = f"budget={self.budget!r} window={self.window} sinks={self.sinks} every={self.every}"
-        numbers += " joint" * self.joint
+        numbers += (
+            " joint" * self.joint + " pressure" * (self.trigger == "pressure") + " hide" * (self.action == "hide")
+        )
         return f"{self.scoring!r} {self.allocation!r} {numbers}"
 
     def refusals(self, config: ModelConfig) -> list[str]:

@@ -100,6 +100,11 @@ class Drafter(Protocol):
     ----------
     wants_hidden : bool
         Whether `Stem.hidden` is to be filled in.
+
+    Notes
+    -----
+    One that looks at the slots of whole paths has a true `wants_path` as well: it is not asked about paths of which
+    some keys have been given up.
     """
 
     wants_hidden: bool

@@ -9,12 +9,17 @@ from typing import NamedTuple
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.runner import Runner
 from treewise.sizing import bytes_per_token
+from treewise.sparsity.policy import KVSparsity
 from treewise.speculate.drafter import Drafter
 from treewise.speculate.eagle import EagleDrafter
 from treewise.speculate.eagle_heads import load_eagle
 from treewise.speculate.medusa import MedusaDrafter, load_heads
 from treewise.speculate.model import ModelDrafter
 from treewise.speculate.ngram import NgramDrafter
+from treewise.speculate.sparse import SparseDrafter
+
+BUDGET = 512
+"""Tokens of a path that the model sees when it guesses for itself."""
 
 
 class Prepared(NamedTuple):
@@ -63,6 +68,17 @@ def _draft(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
     )
 
 
+def _self(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
+    name, _, budget = what.partition(":")
+    try:
+        policy = KVSparsity.named(name or "snapkv", budget=int(budget or BUDGET))
+    except ValueError as error:
+        raise ValueError(
+            f"speculate: 'self' is followed by a policy and its budget, as self:snapkv:512; {error}"
+        ) from None
+    return Prepared(0, lambda runner, max_num_rows: SparseDrafter(policy, runner, max_num_rows))
+
+
 def _medusa(what: str, model: CausalLM, tokenizer: Tokenizer) -> Prepared:
     drafter = MedusaDrafter(load_heads(_folder("medusa", what), model), model.config.vocab_size)
     return Prepared(0, lambda runner, max_num_rows: drafter)
@@ -103,6 +119,7 @@ def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, name: str) -> None:
 DRAFTERS: dict[str, tuple[str, Callable[[str, CausalLM, Tokenizer], Prepared]]] = {
     "ngram": ("ngram", _ngram),
     "draft": ("draft:MODEL", _draft),
+    "self": ("self:POLICY", _self),
     "medusa": ("medusa:FOLDER", _medusa),
     "eagle": ("eagle:FOLDER", _eagle),
 }

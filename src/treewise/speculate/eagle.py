@@ -52,6 +52,7 @@ class EagleDrafter:
     """
 
     wants_hidden = False
+    wants_path = True
 
     def __init__(self, head: EagleHead, engine: Runner, max_num_rows: int) -> None:
         config = head.config

@@ -51,6 +51,7 @@ class ModelDrafter:
     """
 
     wants_hidden = False
+    wants_path = True
 
     def __init__(self, model: CausalLM, engine: Runner, max_num_rows: int) -> None:
         kv_dtype = model.dtype if engine.kv_dtype == engine.dtype else engine.kv_dtype

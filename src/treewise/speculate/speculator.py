@@ -70,6 +70,8 @@ class Speculator:
             self.pace.pass_by()
             return []
         stems = [stem for stem in stems if stem.room]
+        if self.kv.kept and getattr(self.drafter, "wants_path", False):
+            stems = [stem for stem in stems if self.kv.forest.path(stem.node)[0] not in self.kv.kept]
         if not 0 < len(stems) <= rows_left:
             return []
         if self._verified:

@@ -20,6 +20,7 @@ class H2O:
     """
 
     num_queries: ClassVar[int | None] = None
+    by_head: ClassVar[bool] = True
 
     def scores(self, evidence: Evidence) -> Tensor:
         """See `Scorer.scores`."""

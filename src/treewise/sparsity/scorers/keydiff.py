@@ -20,6 +20,7 @@ class KeyDiff:
     """
 
     num_queries: ClassVar[int | None] = 0
+    by_head: ClassVar[bool] = True
 
     def scores(self, evidence: Evidence) -> Tensor:
         """See `Scorer.scores`."""

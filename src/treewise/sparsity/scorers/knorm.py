@@ -19,6 +19,7 @@ class KNorm:
     """
 
     num_queries: ClassVar[int | None] = 0
+    by_head: ClassVar[bool] = True
 
     def scores(self, evidence: Evidence) -> Tensor:
         """See `Scorer.scores`."""

@@ -11,6 +11,9 @@ from torch import Tensor
 from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.logits import logits, query_blocks
 
+REPEAT = "\n\nRepeat the text above word for word:\n\n"
+"""What stands between the context and its repetition."""
+
 
 @dataclass(frozen=True)
 class KVzip:

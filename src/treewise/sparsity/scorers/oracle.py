@@ -30,6 +30,7 @@ class Oracle:
     importance: tuple[float, ...]
 
     num_queries: ClassVar[int | None] = 0
+    by_head: ClassVar[bool] = True
 
     @classmethod
     def of(cls, positions: Iterable[int]) -> Self:

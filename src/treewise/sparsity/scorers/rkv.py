@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,8 @@ class RKV:
     threshold : float
         The cosine above which two keys are similar, in [0, 1].
     """
+
+    by_head: ClassVar[bool] = True
 
     num_queries: int = 8
     kernel_size: int = 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,8 @@ class SnapKV:
     reduce : {"mean", "max", "sum"}
         How the sums of the heads that share a KV head become one, before the pooling.
     """
+
+    by_head: ClassVar[bool] = True
 
     num_queries: int = 32
     kernel_size: int = 5
