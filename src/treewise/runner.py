@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -25,6 +25,8 @@ from treewise.plan.data import upload_together
 from treewise.sparsity.observation import Seen
 from treewise.stems import StemPlanner
 from treewise.thicket import Ints
+
+Result = TypeVar("Result")
 
 ROOM = 32
 """Tokens that branches may append on a GPU before a new plan is made."""
@@ -379,7 +381,28 @@ class Runner:
     def move(self, kv: KVManager) -> None:
         """Move keys and values, and what else lies under their slots, that must be elsewhere by the next forward."""
         if copies := kv.take_copies():
-            self._move(copies, iter(upload_together(_indices(copies), self.device)))
+            self.on_ranks(Runner.shift, copies)
+
+    def shift(self, copies: Sequence[Copy]) -> None:
+        """Move what `copies` say."""
+        self._move(copies, iter(upload_together(_indices(copies), self.device)))
+
+    def on_ranks(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function with this runner, and with those of other ranks; here there are none.
+
+        Parameters
+        ----------
+        function : callable
+            Of a module or a class, so that other processes find it by its name.
+        *arguments
+            What such calls have returned stands for what came of them on each rank.
+
+        Returns
+        -------
+        object
+            What comes of it here.
+        """
+        return function(self, *arguments)
 
     def check(self) -> None:
         """Raise an error if what was computed last means nothing, as other ranks have ended; here there are none."""

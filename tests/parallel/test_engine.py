@@ -250,12 +250,12 @@ def test_drafters_with_weights_of_their_own_are_refused(two, drafter):
         engine(two[1], speculate=drafter)
 
 
-def test_sparsity_is_refused(two):
-    with pytest.raises(ValueError, match="kv_sparsity: ranks share the model out"):
-        engine(two[1], kv_sparsity="snapkv", kv_budget=64)
+def test_sparsity_that_compares_heads_is_refused(two):
+    with pytest.raises(ValueError, match=r"kv_sparsity: .* compares heads, which ranks share out"):
+        engine(two[1], kv_sparsity="adakv", kv_budget=64)
     llm = engine(two[1])
-    with pytest.raises(ValueError, match="kv_sparsity: ranks share the model out"):
-        llm.generate([PROMPTS[2]], GREEDY, kv_sparsity=KVSparsity.named("snapkv", budget=64))
+    with pytest.raises(ValueError, match=r"kv_sparsity: .* compares heads, which ranks share out"):
+        llm.generate([PROMPTS[2]], GREEDY, kv_sparsity=KVSparsity.named("adakv", budget=64))
     assert told(llm.generate(PROMPTS, GREEDY)) == told(engine(two[0]).generate(PROMPTS, GREEDY))
 
 

@@ -11,7 +11,7 @@ from treewise.attention import plan_tree, run_plan
 from treewise.graphs import GraphCache, Kind
 from treewise.kv import Copy
 from treewise.parallel.group import FIRST
-from treewise.parallel.orders import Forward, Growth, PlanHearer, PlanTeller, read, write
+from treewise.parallel.orders import Call, Forward, Growth, PlanHearer, PlanTeller, read, write
 from treewise.plan import TreeSpec
 from treewise.plan.layout import pack
 from treewise.runner import Step
@@ -38,11 +38,19 @@ def test_an_order_arrives_as_it_was():
     rows = np.arange(12).reshape(3, 4)
     copies = [Copy(np.array([1, 2], np.int32), np.array([5, 6], np.int32))]
     step = Step(rows, {}, np.array([1, 3]), copies, True)
-    order, dropped = read(write(Forward(3, step, {}, 7), [1, 2]))
+    order, dropped = read(write(Forward(3, step, {}, 7, [], False), [1, 2], {}), {})
     assert isinstance(order, Forward) and dropped == [1, 2]
     assert (order.number, order.num_drawn, order.step.is_decoding) == (3, 7, True)
     assert (order.step.rows == rows).all() and order.step.logit_rows.tolist() == [1, 3]
     assert order.step.copies[0].target.tolist() == [5, 6]
+
+
+def test_what_calls_have_returned_travels_as_its_number():
+    mine, theirs = [torch.zeros(2)], [torch.ones(3)]
+    order, _ = read(write(Call(0, len, ([mine, 5],), 7), [], {id(mine): 4}), {4: theirs})
+    assert isinstance(order, Call) and order.function is len and order.result == 7
+    [[kept, number]] = order.arguments
+    assert kept is theirs and number == 5
 
 
 class Wire:
@@ -54,7 +62,7 @@ class Wire:
 
     def send(self, plans):
         step = Step(np.zeros((3, 1), np.int64), {}, None, [], True)
-        order, _ = read(write(Forward(0, step, self.teller.tell(plans), None), []))
+        order, _ = read(write(Forward(0, step, self.teller.tell(plans), None, [], False), [], {}), {})
         assert isinstance(order, Forward)
         self.news = order.news
         heard = self.hearer.hear(order.news)

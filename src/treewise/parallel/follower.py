@@ -9,6 +9,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
@@ -16,8 +17,10 @@ from torch.distributed import TCPStore
 from treewise.models import load_decoder
 from treewise.parallel.group import CONNECTING, Group
 from treewise.parallel.model import ParallelLM
-from treewise.parallel.orders import Begin, Call, Forward, PlanHearer, read
+from treewise.parallel.orders import Ask, Begin, Call, Forward, PlanHearer, read
+from treewise.plan.data import upload_together
 from treewise.runner import Runner
+from treewise.sparsity.observation import Seen
 
 
 @dataclass(frozen=True)
@@ -58,24 +61,33 @@ def follow(model: ParallelLM) -> None:
     """Do what rank 0 says until it says nothing more."""
     group = model.group
     runners: dict[int, tuple[Runner, PlanHearer]] = {}
+    kept: dict[int, Any] = {}
     while message := group.hear():
-        order, dropped = read(message)
+        order, dropped = read(message, kept)
         for number in dropped:
             runners.pop(number, None)
+            kept.pop(number, None)
         match order:
             case Begin(number, arguments):
                 runner = Runner(model, *arguments)
                 runners[number] = runner, PlanHearer(runner.device)
                 group.total(runner.weight_bytes)
-            case Call(subject_number, function, arguments):
+            case Ask(subject_number, function, arguments):
                 subject = model if subject_number is None else runners[subject_number][0]
                 group.least(function(subject, *arguments) or 0)
-            case Forward(number, step, news, num_drawn):
+            case Call(number, function, arguments, result):
+                if (returned := function(runners[number][0], *arguments)) is not None:
+                    kept[result] = returned
+            case Forward(number, step, news, num_drawn, seen, shows):
                 runner, plans = runners[number]
                 drawn = None
                 if num_drawn is not None:
                     drawn = group.broadcast(torch.empty(num_drawn, dtype=torch.int64, device=runner.device))
-                model.logits(runner.take(step._replace(plans=plans.hear(news)), drawn))
+                takers = [Seen(kept[each], *upload_together(arrays, runner.device)) for each, *arrays in seen]
+                hidden = runner.take(step._replace(plans=plans.hear(news)), drawn, takers)
+                if shows:
+                    group.broadcast(hidden)
+                model.logits(hidden)
 
 
 def main() -> None:

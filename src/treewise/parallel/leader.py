@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
+from treewise.batch import Batch
 from treewise.graphs import Plans
+from treewise.kv import KVManager
 from treewise.models import CausalLM
 from treewise.parallel.model import ParallelLM
-from treewise.parallel.orders import Begin, Call, Forward, PlanTeller
-from treewise.runner import Runner, Step
+from treewise.parallel.orders import Ask, Begin, Call, Forward, PlanTeller
+from treewise.runner import Result, Runner, Step
 from treewise.sparsity.observation import Seen
+from treewise.thicket import Ints
 
 
 class LeadingRunner(Runner):
@@ -43,6 +46,7 @@ class LeadingRunner(Runner):
         self.number = self.ranks.next_number()
         self.kv_bytes_per_token *= self.num_ranks
         self._plan_teller = PlanTeller()
+        self._shows = False
         with self.ranks.together():
             self.ranks.tell(Begin(self.number, (attention, num_slots, page_size, kv_dtype, cuda_graphs)))
             self.weight_bytes = self.ranks.group.total(self.weight_bytes)
@@ -52,7 +56,15 @@ class LeadingRunner(Runner):
         """See `Runner.kv_bytes`."""
         return super().kv_bytes(plans) * self.num_ranks
 
-    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        plans: Plans,
+        kv: KVManager,
+        drawn: Tensor | None = None,
+        see: Callable[[Tensor], None] | None = None,
+        seen: Sequence[Seen] = (),
+    ) -> Tensor:
         """See `Runner.forward`.
 
         Raises
@@ -60,21 +72,52 @@ class LeadingRunner(Runner):
         RankLost
             If another rank has ended; so does every later call.
         """
+        self._shows = any(True for _ in batch.asked())  # in whose place `see` may put what was kept
+
+        def show(hidden: Tensor) -> None:
+            if see is not None:
+                see(hidden)
+            if self._shows:
+                self.ranks.group.broadcast(hidden)
+
         with self.ranks.together():
-            return super().forward(*arguments, **options)
+            return super().forward(batch, plans, kv, drawn, show, seen)
 
     def take(self, step: Step, drawn: Tensor | None = None, seen: Sequence[Seen] = ()) -> Tensor:
         """See `Runner.take`."""
         news = self._plan_teller.tell(step.plans)
         num_drawn = None if drawn is None else len(drawn)
-        self.ranks.tell(Forward(self.number, step._replace(plans={}), news, num_drawn))
+        # NOTE: what takes queries knows its rows on the device only, which the host waits for here.
+        takers = [(self.ranks.number_of(each.observation), *_there(each.rows, each.places)) for each in seen]
+        self.ranks.tell(Forward(self.number, step._replace(plans={}), news, num_drawn, takers, self._shows))
         if drawn is not None:
             drawn = self.ranks.group.broadcast(drawn.contiguous())
         return super().take(step, drawn, seen)
 
+    def on_ranks(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """See `Runner.on_ranks`."""
+        number = self.ranks.next_number()
+        with self.ranks.together():
+            self.ranks.tell(Call(self.number, function, arguments, number))
+            result = function(self, *arguments)
+        if isinstance(result, list):
+            result = cast(Result, _List(result))
+        if result is not None:
+            self.ranks.keep(number, result)
+        return result
+
     def check(self) -> None:
         """See `Runner.check`."""
         self.ranks.check()
+
+
+class _List(list[Any]):
+    """A list that can be referred to weakly."""
+
+
+def _there(*tensors: Tensor) -> tuple[Ints, Ints]:
+    rows, places = (tensor.cpu().numpy() for tensor in tensors)
+    return rows, places
 
 
 def make_runner(model: CausalLM, *arguments: Any) -> Runner:
@@ -101,5 +144,5 @@ def everywhere(subject: CausalLM | Runner, function: Callable[..., int | None], 
         return function(subject, *arguments) or 0
     number = subject.number if isinstance(subject, LeadingRunner) else None
     with subject.ranks.together():
-        subject.ranks.tell(Call(number, function, arguments))
+        subject.ranks.tell(Ask(number, function, arguments))
         return subject.ranks.group.least(function(subject, *arguments) or 0)

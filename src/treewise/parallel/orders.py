@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -101,12 +102,25 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Call a function with the model, or with the runner of this number, and with `arguments`."""
+class Ask:
+    """Call a function with the model, or with the runner of this number, and say what number it returns."""
 
     number: int | None
     function: Callable[..., int | None]
     arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call a function with a runner and with `arguments`, and keep what it returns, under the number `result`.
+
+    What was kept may be among the arguments, and within lists of them: it travels as its number.
+    """
+
+    number: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    result: int
 
 
 @dataclass(frozen=True)
@@ -122,23 +136,60 @@ class Forward:
         Of its plans.
     num_drawn : int or None
         Tokens that were drawn, which rank 0 sends behind from device to device; None if there are none.
+    seen : list of (int, int64 [rows], int64 [rows])
+        Of each `Seen` the number of its observation, its rows and its places.
+    shows : bool
+        Whether rank 0 sends what comes before the output head, as it puts something there.
     """
 
     number: int
     step: Step
     news: News
     num_drawn: int | None
+    seen: list[tuple[int, Ints, Ints]]
+    shows: bool
 
 
-Order = Begin | Call | Forward
+Order = Begin | Ask | Call | Forward
 
 
-def write(order: Order, dropped: list[int]) -> bytes:
-    """Put an order in a message, with the numbers of runners that nobody needs any more."""
-    return pickle.dumps((order, dropped), protocol=5)
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, numbers: Mapping[int, int]) -> None:
+        super().__init__(file, protocol=5)
+        self.numbers = numbers
+
+    def persistent_id(self, each: Any) -> int | None:
+        return self.numbers.get(id(each))
 
 
-def read(message: bytes) -> tuple[Order, list[int]]:
-    """Return the order in a message, and the numbers of runners that are to be dropped."""
-    order, dropped = pickle.loads(message)
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: Mapping[int, Any]) -> None:
+        super().__init__(file)
+        self.kept = kept
+
+    def persistent_load(self, number: Any) -> Any:
+        return self.kept[number]
+
+
+def write(order: Order, dropped: list[int], numbers: Mapping[int, int]) -> bytes:
+    """Put an order in a message.
+
+    Parameters
+    ----------
+    order : Order
+    dropped : list of int
+        Numbers of runners, and of what calls have returned, that nobody needs any more.
+    numbers : mapping of int to int
+        By the identity of what calls have returned, its number.
+    """
+    if not isinstance(order, Call):
+        return pickle.dumps((order, dropped), protocol=5)
+    file = io.BytesIO()
+    _Writer(file, numbers).dump((order, dropped))
+    return file.getvalue()
+
+
+def read(message: bytes, kept: Mapping[int, Any]) -> tuple[Order, list[int]]:
+    """Return the order in a message, and the numbers that are dropped; `kept` is what calls have returned here."""
+    order, dropped = _Reader(io.BytesIO(message), kept).load()
     return order, dropped

@@ -130,22 +130,36 @@ class Ranks:
         self.group = group
         self.end: str | None = None  # why the ranks have ended
         self._processes = processes
-        self._numbers = count()
+        self._next = count()
+        self._numbers: dict[int, int] = {}  # of what is kept on all ranks, by identity
         self._dropped: list[int] = []
         self._process_id = os.getpid()
 
     def next_number(self) -> int:
-        """Return a number for a runner that no other has."""
-        return next(self._numbers)
+        """Return a number for a runner, or for what is kept, that no other has."""
+        return next(self._next)
+
+    def keep(self, number: int, result: object) -> None:
+        """Let a number stand for what came of a call on each rank, as long as it is there on this one."""
+        self._numbers[id(result)] = number
+        finalize(result, self._let_go, id(result), number).atexit = False
+
+    def number_of(self, result: object) -> int:
+        """Return the number of what is kept."""
+        return self._numbers[id(result)]
+
+    def _let_go(self, identity: int, number: int) -> None:
+        del self._numbers[identity]
+        self.drop(number)
 
     def drop(self, number: int) -> None:
-        """Let a runner go; the others hear of it with the next order."""
+        """Let go a runner, or what was kept; the others hear of it with the next order."""
         self._dropped.append(number)
 
     def tell(self, order: Order) -> None:
         """Send an order to the other ranks, from within `together`."""
         dropped, self._dropped = self._dropped, []
-        self.group.say(write(order, dropped))
+        self.group.say(write(order, dropped, self._numbers))
 
     @contextmanager
     def together(self) -> Iterator[None]:
