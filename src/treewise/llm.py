@@ -620,7 +620,7 @@ def _speculation(speculate: str | Speculation | None, pool: str, num_ranks: int)
         raise ValueError("speculate: guesses borrow slots, which the pool 'contiguous' does not lend; choose 'paged'")
     if settings is not None and num_ranks > 1 and not settings.drafter.startswith("ngram"):
         raise ValueError(
-            f"speculate: {settings.drafter!r} has weights of its own, which ranks do not share out; "
+            f"speculate: {settings.drafter!r} computes its guesses, which ranks do not do together; "
             "choose 'ngram' or 'ngram:shared', or tensor_parallel_size=1"
         )
     return settings

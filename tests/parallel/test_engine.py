@@ -245,7 +245,7 @@ def test_16_bits(tmp_path):
 
 
 @pytest.mark.parametrize("drafter", ["draft:smollm2-135m", "medusa:heads", "eagle:head"])
-def test_drafters_with_weights_of_their_own_are_refused(two, drafter):
+def test_drafters_that_compute_are_refused(two, drafter):
     with pytest.raises(ValueError, match=r"speculate: .* choose 'ngram' or 'ngram:shared'"):
         engine(two[1], speculate=drafter)
 
