@@ -244,7 +244,9 @@ class Engine:
         self._refuse_inside_a_step()
         self._stepping = True
         try:
-            return self._step()
+            gains = self._step()
+            self.runner.check()
+            return gains
         finally:
             self._stepping = False
             while self._aborted:

@@ -22,11 +22,11 @@ from treewise.constraint import Lexicon
 from treewise.engine import Engine, Request
 from treewise.kv import CacheStatistics, KVManager, KVUsage, make_pool
 from treewise.live import LiveTree
-from treewise.models import CausalLM, Tokenizer, load_model
+from treewise.models import CausalLM, Tokenizer, load_tokenizer
 from treewise.operations import Limits
 from treewise.outputs import completions, draw, logprobs
+from treewise.parallel import everywhere, load, make_runner
 from treewise.results import ProgramOutput, RequestOutput, Tree, TreeNode
-from treewise.runner import Runner
 from treewise.sampler import Candidates, row_key
 from treewise.search.beams import beams
 from treewise.sizing import default_slots
@@ -128,6 +128,9 @@ class LLM:
         everything.
     kv_budget : int or float, optional
         Tokens a layer keeps under policies that are given by name, or the share of the prompt's tokens.
+    tensor_parallel_size : int
+        Devices, with a process each, that share the model out; see `treewise.parallel.load`. A model in memory is
+        shared out already, or on one device.
 
     Examples
     --------
@@ -158,6 +161,7 @@ class LLM:
         speculate: str | Speculation | None = None,
         kv_sparsity: str | KVSparsity | None = None,
         kv_budget: float | None = None,
+        tensor_parallel_size: int = 1,
     ) -> None:
         device = _resolve_device(device)
         if max_num_rows < 1:
@@ -170,22 +174,26 @@ class LLM:
                 raise ValueError("tokenizer: a model in memory needs the tokenizer that belongs to it")
             causal_lm, self.tokenizer, self.model_name = model, tokenizer, model.config.architecture
         else:
-            causal_lm, self.tokenizer = load_model(model, dtype=dtype, device=device)
-            self.model_name = model
+            causal_lm = load(model, tensor_parallel_size, dtype=dtype, device=device)
+            self.tokenizer, self.model_name = load_tokenizer(model), model
+        if tensor_parallel_size not in (1, causal_lm.num_ranks):
+            raise ValueError(
+                f"tensor_parallel_size is {tensor_parallel_size}; the model in memory has {causal_lm.num_ranks} ranks"
+            )
         config = causal_lm.config
         if max_model_len is not None and not 0 < max_model_len <= config.max_positions:
             raise ValueError(f"max_model_len: {max_model_len} is not within 1 to the model's {config.max_positions}")
         self.max_model_len = config.max_positions if max_model_len is None else max_model_len
         kv_dtype = KV_CACHE_DTYPES[kv_cache_dtype] or causal_lm.dtype
-        settings = _speculation(speculate, pool)
+        settings = _speculation(speculate, pool, causal_lm.num_ranks)
         drafter = None if settings is None else prepare(settings.drafter, causal_lm, self.tokenizer)
         if num_kv_slots is None:
             beside = 0 if drafter is None else drafter.bytes_per_token
-            num_kv_slots = default_slots(
-                causal_lm, kv_dtype, page_size, max_num_rows, gpu_memory_utilization, bytes_beside=beside
+            num_kv_slots = everywhere(
+                causal_lm, default_slots, kv_dtype, page_size, max_num_rows, gpu_memory_utilization, beside
             )
         slots = make_pool(pool, num_kv_slots, page_size)
-        runner = Runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype, cuda_graphs)
+        runner = make_runner(causal_lm, attention, slots.num_slots, slots.page_size, kv_dtype, cuda_graphs)
         eos_token_ids = self.tokenizer.eos_token_ids
         lexicon = Lexicon(self.tokenizer, config.vocab_size, eos_token_ids)
         kv = KVManager(Forest(), slots, enable_prefix_caching, config.num_kv_heads)
@@ -207,7 +215,7 @@ class LLM:
             self.engine.thinner.check(self.kv_sparsity)
             self.engine.thinner.prepare(self.kv_sparsity)
         kept = None if self.kv_sparsity is None else self.engine.thinner.kept_of(self.kv_sparsity, PROMPT)
-        warm_up(runner, max_num_rows, capture_rows, kept)
+        everywhere(runner, warm_up, max_num_rows, capture_rows, kept)
         self._streams: dict[BranchTree, deque[tuple[Branch, str]]] = {}
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.describe().items()))
 
@@ -423,17 +431,18 @@ class LLM:
         Returns
         -------
         dict
-            Model, types, device, attention method; bytes of the weights; tokens of the KV pool and bytes of each;
-            the longest context and the most rows of a step.
+            Model, types, device, attention method; ranks, and bytes of the weights on all of them; tokens of the KV
+            pool and bytes of each, on all ranks together; the longest context and the most rows of a step.
         """
-        runner, model = self.engine.runner, self.engine.runner.model
+        runner = self.engine.runner
         return {
             "model": self.model_name,
             "dtype": str(runner.dtype).removeprefix("torch."),
             "kv_dtype": str(runner.kv_dtype).removeprefix("torch."),
             "device": str(runner.device),
             "attention": runner.attention,
-            "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
+            "tensor_parallel_size": runner.num_ranks,
+            "weight_bytes": runner.weight_bytes,
             "kv_tokens": self.engine.kv.num_slots,
             "kv_bytes_per_token": runner.kv_bytes_per_token,
             "max_model_len": self.max_model_len,
@@ -620,13 +629,18 @@ async def sample(
     return root.note, await generate(root.fork(params.n), replace(params, n=1), in_step=in_step)
 
 
-def _speculation(speculate: str | Speculation | None, pool: str) -> Speculation | None:
+def _speculation(speculate: str | Speculation | None, pool: str, num_ranks: int) -> Speculation | None:
     """Return how to guess, checked."""
     settings = Speculation(speculate) if isinstance(speculate, str) else speculate
     if not isinstance(settings, Speculation | None):
         raise ValueError(f"speculate: {speculate!r} is neither the name of a drafter nor a Speculation")
     if settings is not None and pool == "contiguous":
         raise ValueError("speculate: guesses borrow slots, which the pool 'contiguous' does not lend; choose 'paged'")
+    if settings is not None and num_ranks > 1 and not settings.drafter.startswith("ngram"):
+        raise ValueError(
+            f"speculate: {settings.drafter!r} computes its guesses, which ranks do not do together; "
+            "choose 'ngram' or 'ngram:shared', or tensor_parallel_size=1"
+        )
     return settings
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -25,6 +25,8 @@ from treewise.plan.data import upload_together
 from treewise.sparsity.observation import Seen
 from treewise.stems import StemPlanner
 from treewise.thicket import Ints
+
+Result = TypeVar("Result")
 
 ROOM = 32
 """Tokens that branches may append on a GPU before a new plan is made."""
@@ -47,6 +49,30 @@ class Move(Copy):
     def target_there(self) -> Tensor:
         """The targets on the device."""
         return self.there[1]
+
+
+class Step(NamedTuple):
+    """What the host says of a forward; the rest is on the device.
+
+    Attributes
+    ----------
+    rows : int64 [3, rows]
+        Tokens, positions and slots. Token ``-1 - i`` is the ``i``-th of those that were drawn, which the host does not
+        know.
+    plans : Plans
+    logit_rows : int64 [logit rows] or None
+        The rows whose logits are wanted; None for all of them.
+    copies : sequence of Copy
+        What has to move before.
+    is_decoding : bool
+        Whether the step may be a replay of a captured one.
+    """
+
+    rows: Ints
+    plans: Plans
+    logit_rows: Ints | None
+    copies: Sequence[Copy]
+    is_decoding: bool
 
 
 class Tap(NamedTuple):
@@ -108,8 +134,12 @@ class Runner:
     ----------
     k, v : Tensor
         [layers, slots, kv_heads, head_dim]
+    num_ranks : int
+        Devices that the model is shared out over.
+    weight_bytes : int
+        On all of them.
     kv_bytes_per_token : int
-        Of keys and values, over all layers.
+        Of keys and values, over all layers and on all devices.
     graphs : GraphCache or None
         Captured steps of decoding, where asked for.
     followers : list of callable
@@ -132,6 +162,8 @@ class Runner:
         kv_dtype: torch.dtype,
         cuda_graphs: bool | None = None,
     ) -> None:
+        self.num_ranks = model.num_ranks
+        self.weight_bytes = sum(weight.nbytes for weight in model.parameters())
         model.pack()
         self.model = model
         self.attention = attention
@@ -263,30 +295,39 @@ class Runner:
         self, batch: Batch, plans: Plans, kv: KVManager, drawn: Tensor | None = None, seen: Sequence[Seen] = ()
     ) -> Tensor:
         """Do what `forward` does up to the output head, whose rows [logit rows, hidden] this returns."""
-        tokens, slots = batch.tokens(), batch.store_slots(kv)
-        parts: list[Ints] = [np.concatenate((tokens, batch.positions(), slots))]
+        everything = batch.logit_rows == list(range(batch.num_rows))
+        step = Step(
+            np.stack((batch.tokens(), batch.positions(), batch.store_slots(kv))),
+            plans,
+            None if everything else np.array(batch.logit_rows, np.int64),
+            kv.take_copies(),
+            batch.is_decoding,
+        )
+        return self.take(step, drawn, seen)
+
+    def take(self, step: Step, drawn: Tensor | None = None, seen: Sequence[Seen] = ()) -> Tensor:
+        """Take a step, see `hidden`."""
+        plans, num_rows = step.plans, step.rows.shape[1]
+        parts: list[Ints] = [step.rows.ravel()]
         if drawn is not None:
+            tokens = step.rows[0]
             unknown = np.flatnonzero(tokens < 0)
             parts += [unknown, ~tokens[unknown]]
-        if everything := batch.logit_rows == list(range(batch.num_rows)):
-            wanted = None
-        else:
-            parts.append(np.array(batch.logit_rows, np.int64))
+        if step.logit_rows is not None:
+            parts.append(step.logit_rows)
         unsent = [plan for plan in plans.values() if plan.unsent]
         parts += [part for plan in unsent for part in plan.unsent]
-        copies = kv.take_copies()
-        there = iter(upload_together([*parts, *_indices(copies)], self.device))
-        rows = next(there).view(3, batch.num_rows)
+        there = iter(upload_together([*parts, *_indices(step.copies)], self.device))
+        rows = next(there).view(3, num_rows)
         if drawn is not None:
             rows[0].index_copy_(0, next(there), drawn.index_select(0, next(there)))
-        if not everything:
-            wanted = next(there)
+        wanted = None if step.logit_rows is None else next(there)
         for plan in unsent:
             plan.receive(there)
-        self._move(copies, there)
-        left = self._left(batch.num_rows) if batch.is_decoding else None
+        self._move(step.copies, there)
+        left = self._left(num_rows) if step.is_decoding else None
         within = [each for each in seen if left is None or not each.observation.alone]
-        replays = self.graphs is not None and batch.is_decoding and not within
+        replays = self.graphs is not None and step.is_decoding and not within
         hidden = self.graphs.run(rows, plans) if self.graphs is not None and replays else None
         if hidden is None:
             hidden = self._compute(rows[0], rows[1], rows[2], plans, None if self.watchers else wanted, within)
@@ -296,7 +337,7 @@ class Runner:
                 if each.observation.alone:
                     each.take_behind(left)
         for watch in self.watchers:
-            watch(slots, hidden)
+            watch(step.rows[2], hidden)
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def _left(self, num_rows: int) -> Tensor | None:
@@ -369,7 +410,31 @@ class Runner:
     def move(self, kv: KVManager) -> None:
         """Move keys and values, and what else lies under their slots, that must be elsewhere by the next forward."""
         if copies := kv.take_copies():
-            self._move(copies, iter(upload_together(_indices(copies), self.device)))
+            self.on_ranks(Runner.shift, copies)
+
+    def shift(self, copies: Sequence[Copy]) -> None:
+        """Move what `copies` say."""
+        self._move(copies, iter(upload_together(_indices(copies), self.device)))
+
+    def on_ranks(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function with this runner, and with those of other ranks; here there are none.
+
+        Parameters
+        ----------
+        function : callable
+            Of a module or a class, so that other processes find it by its name.
+        *arguments
+            What such calls have returned stands for what came of them on each rank.
+
+        Returns
+        -------
+        object
+            What comes of it here.
+        """
+        return function(self, *arguments)
+
+    def check(self) -> None:
+        """Raise an error if what was computed last means nothing, as other ranks have ended; here there are none."""
 
     def _move(self, copies: Sequence[Copy], there: Iterator[Tensor]) -> None:
         """Let everybody follow copies, whose slots come next of what is on the device."""

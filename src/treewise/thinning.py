@@ -96,6 +96,8 @@ class Thinner:
             reasons.append(f"the pool has {heads} keys of single heads, of which {MOST_HEADS} can have a number")
         if isinstance(self.kv.pool, ContiguousPool):
             reasons.append("the pool 'contiguous' does not lend slots; choose 'paged'")
+        if self.runner.num_ranks > 1 and policy.per_head:
+            reasons.append(f"{policy.allocation!r} compares heads, which ranks share out; choose one of layers")
         if policy.second_pass and (policy.every is not None or policy.trigger == "pressure"):
             setting = "every" if policy.trigger == "prompt" else "trigger"
             reasons.append(
@@ -107,7 +109,7 @@ class Thinner:
     def prepare(self, policy: KVSparsity) -> None:
         """Let steps do from now on what the policy needs of them, so that they are captured with it."""
         if policy.every is not None:
-            self.runner.leave_queries()
+            self.runner.on_ranks(Runner.leave_queries)
 
     def kept_of(self, policy: KVSparsity, num_tokens: int) -> list[Count] | None:
         """Return how many tokens of such a prompt each layer keeps, in heads that differ as many; None if all."""
@@ -120,10 +122,9 @@ class Thinner:
     def num_bytes(self) -> int:
         """Bytes of what is kept beside keys and values: queries that wait for the end of a stage, and last tokens."""
         kept = list(self._last.values()) + [case.last for case in self._cases.values() if case.last is not None]
-        for case in self._cases.values():
-            for observation in case.observations.values():
-                kept += [observation.queries, observation.lse]
-        return sum(tensor.nbytes for tensor in kept)
+        observations = [each for case in self._cases.values() for each in case.observations.values()]
+        queries = sum(each.queries.nbytes + each.lse.nbytes for each in observations)
+        return sum(tensor.nbytes for tensor in kept) + queries * self.runner.num_ranks
 
     def thinning(self, policy: KVSparsity, num_tokens: int) -> Thinning | None:
         """Return what a tree has to know whose prompt has so many tokens; None if the policy keeps all there will be.
@@ -296,14 +297,12 @@ class Thinner:
             watched.update((tip, stop) for tip, stop in tree.given.items() if tip in needed)
         if case.policy.second_pass:  # behind the prompt, all but the token whose logits nobody asks for
             watched = {tip: stop - 1 for tip, stop in watched.items() if stop > stage}
-        config, runner = self.runner.model.config, self.runner
         observations: dict[Node | None, Observation] = {}
         for tip, stop in (watched or {None: stage}).items():
             observation = case.observations.get(tip)
             if observation is None or observation.end != stop:
                 first = stop - self._num_last(tree, case, stop)
-                shape = (config.num_layers, config.num_heads, config.head_dim, first, stop)
-                observation = Observation(*shape, runner.dtype, runner.device, alone=tip is None)
+                observation = self.runner.on_ranks(_observe, first, stop, tip is None)
             observations[tip] = observation
         case.observations = observations  # without those of branches that are gone
         return [(end if tip is None else tip, observation) for tip, observation in observations.items()]
@@ -347,15 +346,15 @@ class Thinner:
             [np.concatenate([kv.slots(node, layer, head) for node in path]) for head in kv.heads(before, layer)]
             for layer in range(len(budgets))
         ]
-        places = self.runner.places(slots)
+        places = self.runner.on_ranks(Runner.places, slots)
         if tree.num_thinned or case.chosen is None:
             observations = list(case.observations.values())
-            chosen = choose(self.runner, case.policy, observations, end.end, budgets, places)
+            chosen = self.runner.on_ranks(choose, case.policy, observations, end.end, budgets, places)
         else:
             chosen = case.chosen
         if thinning.joint and not tree.num_thinned:
             case.chosen = chosen
-        thinned = self.runner.gather(places, chosen)
+        thinned = self.runner.on_ranks(Runner.gather, places, chosen)
         lengths = [tuple(both.shape[1] for both in parts) for parts in thinned]
         counts: list[Count] = [each if len(each) > 1 else each[0] for each in lengths]
         stump = kv.seal(kv.forest.path_tokens(end), tree.namespace, key)
@@ -372,7 +371,7 @@ class Thinner:
         if kept is None:  # it starts anew with the next step
             return num_preempted
         self.runner.move(kv)
-        self.runner.store_kept(kept, thinned)
+        self.runner.on_ranks(Runner.store_kept, kept, thinned)
         self._last[stump] = case.last
         return num_preempted
 
@@ -394,6 +393,13 @@ class Thinner:
         if policy.second_pass:
             return 1
         return max(1, num_tokens if policy.num_queries is None else min(policy.num_queries, num_tokens))
+
+
+def _observe(runner: Runner, first: int, end: int, alone: bool) -> Observation:
+    """Return what takes the queries of a runner at positions from `first` to `end`."""
+    config = runner.model.config
+    shape = (config.num_layers, config.num_heads, config.head_dim, first, end)
+    return Observation(*shape, runner.dtype, runner.device, alone)
 
 
 def _end(tree: BranchTree) -> Node | None:

@@ -122,7 +122,7 @@ def wide_tree(width, steps, seed):
 @pytest.mark.parametrize("backend", ["triton", "hopper", "cpu"])
 @pytest.mark.parametrize(("width", "steps"), [(300, 12), (90, 60)])
 def test_a_wide_tree_of_short_nodes_is_covered_once(backend, width, steps, monkeypatch):
-    monkeypatch.setattr("treewise.plan.upload", lambda arrays, device: {})
+    monkeypatch.setattr("treewise.plan.data.upload", lambda arrays, device: {})
     tree = wide_tree(width, steps, width)
     device = "cpu" if backend == "cpu" else "cuda"
     shape = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16, "device": device}
@@ -136,7 +136,7 @@ def test_a_wide_tree_of_short_nodes_is_covered_once(backend, width, steps, monke
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("room", [0, 3])
 def test_what_is_cut_for_a_gpu_covers_every_pair_once(backend, copied, room, monkeypatch):
-    monkeypatch.setattr("treewise.plan.upload", lambda arrays, device: {})
+    monkeypatch.setattr("treewise.plan.data.upload", lambda arrays, device: {})
     monkeypatch.setattr(partition, "COPIED", copied)
     shape = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16, "device": "cuda"}
     for tree in (
@@ -165,7 +165,7 @@ def test_what_is_cut_for_a_gpu_covers_every_pair_once(backend, copied, room, mon
     ids=["drafts", "samples", "prompt"],
 )
 def test_one_launch_along_the_paths_where_there_is_a_kernel_in_gluon(tree, packed, copies, monkeypatch):
-    monkeypatch.setattr("treewise.plan.upload", lambda arrays, device: {})
+    monkeypatch.setattr("treewise.plan.data.upload", lambda arrays, device: {})
     shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
     plan = plan_tree(tree, "deft:flatten", backend="hopper", **shape)
     rows = plan.items[:, ROW_HIGH] - plan.items[:, ROW_LOW]

@@ -11,7 +11,7 @@ from treewise import plan, warmup
 from treewise.config import SamplingParams
 from treewise.graphs import GraphCache, Kind
 from treewise.kv import KVManager, make_pool
-from treewise.plan import TreeSpec, plan_tree
+from treewise.plan import TreeSpec, data, plan_tree
 from treewise.sparsity.policy import KVSparsity
 from treewise.tree import Forest
 from treewise.warmup import common_trees, sizes, thinned_out
@@ -77,7 +77,7 @@ class TestOnALargeGPU:
         def upload(arrays, device):
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-        for module in (plan, buffers):
+        for module in (data, buffers):
             monkeypatch.setattr(module, "upload", upload)
         monkeypatch.setattr(plan, "default_backend", lambda device: "hopper" if device.type == "cuda" else "cpu")
 

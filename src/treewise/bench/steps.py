@@ -18,7 +18,7 @@ PARTS = ("schedule", "plan", "forward")
 
 @dataclass(frozen=True)
 class Weights:
-    """What a step reads and multiplies with besides keys and values.
+    """What a step reads and multiplies with besides keys and values, on one device.
 
     Attributes
     ----------
@@ -28,12 +28,15 @@ class Weights:
         Elements of the matrices that every row is multiplied with, and rows with logits.
     pair : int
         Operations of attention for a row and a token that it sees, in one layer.
+    num_ranks : int
+        Devices that the model is shared out over: each reads its part of the keys and values, too.
     """
 
     nbytes: int
     body: int
     head: int
     pair: int
+    num_ranks: int = 1
 
     @classmethod
     def of(cls, model: CausalLM) -> Weights:
@@ -47,6 +50,7 @@ class Weights:
             body=matrices - head.numel() - (0 if config.tie_embeddings else table.numel()),
             head=head.numel(),
             pair=4 * config.num_heads * config.head_dim,
+            num_ranks=model.num_ranks,
         )
 
     def floor(self, step: Step, machine: Machine) -> float:
@@ -56,7 +60,8 @@ class Weights:
         products at nine tenths of the rate of a large matrix product.
         """
         flops = 2 * (step.rows * self.body + step.logit_rows * self.head) + step.pairs * self.pair
-        return max((self.nbytes + step.unique_kv) / machine.bandwidth, flops / (REACHED * machine.matrix))
+        nbytes = self.nbytes + step.unique_kv / self.num_ranks
+        return max(nbytes / machine.bandwidth, flops / (REACHED * machine.matrix))
 
 
 def summarise(steps: Sequence[Step], weights: Weights, machine: Machine | None) -> dict[str, Any]:

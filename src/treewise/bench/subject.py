@@ -16,10 +16,10 @@ from treewise.attention import METHODS
 from treewise.bench.measure import check_device
 from treewise.config import ModelConfig
 from treewise.llm import KV_CACHE_DTYPES, LLM
-from treewise.models import CausalLM, Tokenizer, load_model, locate, read_config
-from treewise.models.load import DTYPES
-from treewise.models.shapes import NumberTokenizer, find_shape, random_model
-from treewise.models.tokenizer import read_json
+from treewise.models import CausalLM, Tokenizer, load_tokenizer, locate
+from treewise.models.load import DTYPES, load_config, shape_of
+from treewise.models.shapes import NumberTokenizer, find_shape
+from treewise.parallel import everywhere, load
 from treewise.sizing import default_slots
 
 Loaded = tuple[CausalLM, Tokenizer]
@@ -33,7 +33,8 @@ class Subject:
     ----------
     model : str
         As in `treewise generate`; or shape:NAME, a model of a known shape with random weights, made on the device:
-        tiny, smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-4b, qwen3-8b, llama-3-8b, codellama-7b, codellama-34b.
+        tiny, smollm2-135m, qwen3-0.6b, llama-3.2-1b, qwen3-4b, qwen3-8b, llama-3-8b, llama-3-70b, codellama-7b,
+        codellama-34b.
     dtype : str
         Type of the weights: float32, bfloat16 or float16; auto is float32 on a CPU, else of 16 bits.
     kv_cache_dtype : str
@@ -48,6 +49,8 @@ class Subject:
         Replay captured decode steps; what a GPU does if left out.
     capture_rows : int
         Common decode steps of up to so many rows are captured before the first request.
+    tensor_parallel_size : int
+        Devices that share the model out, a process each.
     """
 
     model: str = "smollm2-135m"
@@ -58,6 +61,7 @@ class Subject:
     max_num_rows: int | None = None
     cuda_graphs: bool | None = None
     capture_rows: int = 256
+    tensor_parallel_size: int = 1
 
     @property
     def place(self) -> torch.device:
@@ -73,8 +77,7 @@ class Subject:
     @property
     def shape(self) -> str | None:
         """Name of the shape, None for a model that has weights of its own."""
-        scheme, _, name = self.model.partition(":")
-        return name if scheme == "shape" else None
+        return shape_of(self.model)
 
     @property
     def element(self) -> torch.dtype:
@@ -91,14 +94,14 @@ class Subject:
 
     def config(self) -> ModelConfig:
         """Read the model's configuration alone."""
-        raw = find_shape(self.shape) if self.shape else read_json(locate(self.model) / "config.json")
-        return read_config(raw)
+        return load_config(self.model)
 
     def load(self) -> Loaded:
         """Load the model, or make it, with its tokenizer."""
+        dtype = self.dtype if self.shape is None else self.element
+        model = load(self.model, self.tensor_parallel_size, dtype=dtype, device=self.place)
         if self.shape is None:
-            return load_model(self.model, dtype=self.dtype, device=self.place)
-        model = random_model(self.config(), self.element, self.place)
+            return model, load_tokenizer(self.model)
         return model, cast(Tokenizer, NumberTokenizer(model.config.vocab_size))
 
     def engine(self, loaded: Loaded, attention: str, widest: int = 1, **options: Any) -> LLM:
@@ -124,7 +127,7 @@ class Subject:
         """Return how many tokens an engine with rows for `widest` leaves a step keeps if it is not told."""
         model, _ = loaded
         kv_dtype = KV_CACHE_DTYPES[self.kv_cache_dtype] or model.dtype
-        return default_slots(model, kv_dtype, self.page_size, self._num_rows(widest), gpu_memory_utilization=0.9)
+        return everywhere(model, default_slots, kv_dtype, self.page_size, self._num_rows(widest), 0.9)
 
     def _num_rows(self, widest: int) -> int:
         return self.max_num_rows or max(1024, widest)

@@ -180,6 +180,8 @@ class ModelOptions:
         self:POLICY, medusa:FOLDER or eagle:FOLDER; nobody if left out.
     tree_size : int
         The most guesses for one branch and step.
+    tensor_parallel_size : int
+        Devices, with a process each, that share the model out: GPUs, or on a CPU just processes.
     """
 
     model: str = "smollm2-135m"
@@ -199,6 +201,7 @@ class ModelOptions:
     engine_seed: int = 0
     speculate: str | None = None
     tree_size: int = 64
+    tensor_parallel_size: int = 1
 
     def load(self, sparsity: SparsityOptions | None = None) -> LLM:
         """Load the model, saying so on a terminal."""

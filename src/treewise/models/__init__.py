@@ -2,7 +2,7 @@
 
 from treewise.models.builtin import BUILTIN_MODELS, Builtin
 from treewise.models.decoder import CausalLM
-from treewise.models.load import load_model, load_tokenizer, locate
+from treewise.models.load import load_decoder, load_model, load_tokenizer, locate
 from treewise.models.registry import ARCHITECTURES, read_config
 from treewise.models.tokenizer import Tokenizer
 
@@ -12,6 +12,7 @@ __all__ = [
     "Builtin",
     "CausalLM",
     "Tokenizer",
+    "load_decoder",
     "load_model",
     "load_tokenizer",
     "locate",

@@ -60,7 +60,14 @@ class CausalLM(nn.Module):
     Notes
     -----
     Weights are uninitialised until :func:`treewise.models.load_model` fills them.
+
+    Attributes
+    ----------
+    num_ranks : int
+        Devices that share the model out; here all of it is on one.
     """
+
+    num_ranks = 1
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -147,10 +154,18 @@ class CausalLM(nn.Module):
 
         In the type of the weights, or in float32 where a soft cap is put on them.
         """
-        logits = linear(hidden, self.head_weight)
+        logits = self.project(hidden)
         if (cap := self.config.logit_soft_cap) is not None:
             logits = logits.float().div_(cap).tanh_().mul_(cap)
         return logits
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Multiply rows ``[m, hidden]`` with the matrix of the output head: ``[m, vocab_size]``."""
+        return linear(hidden, self.head_weight)
+
+    def share(self, source: str, tensor: Tensor) -> Tensor:
+        """Return what this model takes of a checkpoint tensor, one of `checkpoint_tensors`: all of it."""
+        return tensor
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
         """Yield each parameter's name with the checkpoint tensors stacked in it, by name, and their shapes.

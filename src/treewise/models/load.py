@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from treewise.config import ModelConfig
 from treewise.models.builtin import BUILTIN_MODELS, fetch_builtin
 from treewise.models.cache import remembered_sha256
 from treewise.models.convert import convert_once
 from treewise.models.decoder import CausalLM
 from treewise.models.registry import read_config
+from treewise.models.shapes import find_shape, random_model
 from treewise.models.tokenizer import Tokenizer, read_json
 from treewise.models.weights import load_weights
 
@@ -56,11 +59,38 @@ def load_model(
     >>> model.config.num_heads, model.config.num_kv_heads  # doctest: +SKIP
     (9, 3)
     """
-    device = torch.device(device)
-    weight_type = _resolve_dtype(dtype)
-    folder = locate(name_or_path)
-    config = read_config(_read_config_json(folder))
-    return load_weights(config, folder, weight_type, device), Tokenizer.from_folder(folder)
+    return load_decoder(name_or_path, dtype=dtype, device=device), load_tokenizer(name_or_path)
+
+
+def load_decoder(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    build: Callable[[ModelConfig], CausalLM] = CausalLM,
+) -> CausalLM:
+    """Load a model without its tokenizer, as `build` makes it; names and errors as in :func:`load_model`.
+
+    ``"shape:NAME"`` is a model of a shape of `treewise.models.shapes.SHAPES` with random weights, made on the device.
+    """
+    device, weight_type = torch.device(device), _resolve_dtype(dtype)
+    config = load_config(name_or_path)
+    if shape_of(name_or_path) is not None:
+        weight_type = weight_type or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        return random_model(config, weight_type, device, build)
+    return load_weights(config, locate(name_or_path), weight_type, device, build)
+
+
+def load_config(name_or_path: str | Path) -> ModelConfig:
+    """Read the configuration of a model alone; names and errors as in :func:`load_decoder`."""
+    shape = shape_of(name_or_path)
+    return read_config(_read_config_json(locate(name_or_path)) if shape is None else find_shape(shape))
+
+
+def shape_of(name_or_path: str | Path) -> str | None:
+    """Return the name of a shape that ``shape:NAME`` says, None for a model that has weights of its own."""
+    scheme, _, name = str(name_or_path).partition(":")
+    return name if scheme == "shape" else None
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:

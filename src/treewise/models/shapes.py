@@ -47,6 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, 151_936, tie_word_embeddings=True),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, 8, 151_936),
     "llama-3-8b": _llama(4096, 14_336, 32, 32, 8, 128_256),
+    "llama-3-70b": _llama(8192, 28_672, 80, 64, 8, 128_256),
     "codellama-7b": _llama(4096, 11_008, 32, 32, 32, 32_016, rope_theta=1e6),
     "codellama-34b": _llama(8192, 22_016, 48, 64, 8, 32_000, rope_theta=1e6),
 }
@@ -66,21 +67,31 @@ def find_shape(name: str) -> dict[str, Any]:
     return dict(SHAPES[name])
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def random_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    build: Callable[[ModelConfig], CausalLM] = CausalLM,
+) -> CausalLM:
     """Make a model with small random weights straight on its device; the same each time on a device of one kind.
 
-    Norms multiply by one and biases are zero, so that logits are numbers at any depth.
+    Norms multiply by one and biases are zero, so that logits are numbers at any depth. `build` makes the model, by
+    default the whole one; each that takes a share of the weights takes it of the same.
     """
     with torch.device("meta"):
-        model = CausalLM(config)
+        model = build(config)
     generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in list(model.named_parameters()):
+    for name, sources in list(model.checkpoint_tensors()):
         module, _, kind = name.rpartition(".")
-        weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+        rows = [shape[0] for shape in sources.values()]
+        _, *columns = next(iter(sources.values()))
+        weight = torch.empty((sum(rows), *columns), dtype=dtype, device=device)
         if weight.ndim > 1:
             weight.normal_(0, 0.02, generator=generator)
         else:
             weight.fill_(1.0 if kind == "weight" and not config.norm_offset else 0.0)
+        parts = zip(sources, weight.split(rows), strict=True)
+        weight = torch.cat([model.share(source, part) for source, part in parts])
         setattr(model.get_submodule(module), kind, nn.Parameter(weight, requires_grad=False))
     return model.to(device).eval()
 

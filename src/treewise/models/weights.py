@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -84,7 +84,13 @@ def _safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_weights(config: ModelConfig, folder: Path, dtype: torch.dtype | None, device: torch.device) -> CausalLM:
+def load_weights(
+    config: ModelConfig,
+    folder: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    build: Callable[[ModelConfig], CausalLM] = CausalLM,
+) -> CausalLM:
     """Build the decoder of ``config`` and fill it from the safetensors files of ``folder``.
 
     Where nothing needs converting, stacking or moving, parameters stay views of the memory-mapped file. Otherwise each
@@ -99,6 +105,8 @@ def load_weights(config: ModelConfig, folder: Path, dtype: torch.dtype | None, d
         Of the parameters; ``None``: float32 on a CPU, else the type of 16 bits that the embedding is stored in, else
         bfloat16.
     device : torch.device
+    build : callable
+        Makes the decoder; by default the whole one.
 
     Raises
     ------
@@ -113,13 +121,14 @@ def load_weights(config: ModelConfig, folder: Path, dtype: torch.dtype | None, d
     if config.tie_embeddings and _has_another_head(checkpoint, prefix):
         config = replace(config, tie_embeddings=False)
     with torch.device("meta"):
-        model = CausalLM(config)
+        model = build(config)
     dtype = dtype or _default_dtype(checkpoint.read(prefix + EMBEDDING).dtype, device)
     used = set()
     parts: dict[str, list[Tensor]] = {}
     for name, sources in list(model.checkpoint_tensors()):
         full_names = [source if source == HEAD else prefix + source for source in sources]
-        parts[name] = [checkpoint.read(*wanted) for wanted in zip(full_names, sources.values(), strict=True)]
+        whole = [checkpoint.read(*wanted) for wanted in zip(full_names, sources.values(), strict=True)]
+        parts[name] = [model.share(source, tensor) for source, tensor in zip(sources, whole, strict=True)]
         used.update(full_names)
     with ThreadPoolExecutor(THREADS) as threads:
         weights = threads.map(partial(_stack, dtype=dtype, device=device), parts.values())
@@ -147,13 +156,13 @@ def _default_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
 def _stack(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Join mapped tensors by their rows, in another type or place."""
     first, *others = parts
-    if not others and first.dtype == dtype and first.device == device:
+    if not others and first.dtype == dtype and first.device == device and first.is_contiguous():
         return first
     stacked = torch.empty((sum(map(len, parts)), *first.shape[1:]), dtype=dtype, device=device)
     for part, place in zip(parts, stacked.split([len(part) for part in parts]), strict=True):
         rows = max(1, PIECE * len(part) // part.nbytes)
         for piece, target in zip(part.split(rows), place.split(rows), strict=True):
-            target.copy_(piece.pin_memory() if device.type == "cuda" else piece, non_blocking=True)
+            target.copy_(piece.contiguous().pin_memory() if device.type == "cuda" else piece, non_blocking=True)
     return stacked
 
 

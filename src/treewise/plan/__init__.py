@@ -18,7 +18,7 @@ from treewise.plan import partition
 from treewise.plan.cost import Layer
 from treewise.plan.cut import Task
 from treewise.plan.cut import cut as cut_layout
-from treewise.plan.data import ENTRY, FREE_END, IO, KV_START, Plan, merges, upload
+from treewise.plan.data import ENTRY, FREE_END, IO, KV_START, Plan, merges
 from treewise.plan.devices import default_backend
 from treewise.plan.growth import find_open, with_room
 from treewise.plan.layout import lay_out
@@ -174,12 +174,6 @@ def plan_tree(
         "reduce_entries": reduce_entries,
     }
     arrays = {name: np.ascontiguousarray(array, dtype=np.int32) for name, array in arrays.items()}
-    masks: dict[str, Any] = {"mask_words": cut.mask_words, "mask_dense": cut.mask_dense}
-    extra = {
-        "reduce_queries": arrays["row_order"][reduce_rows],
-        "room": place,
-        "room_readers": room_readers,
-    }
     return Plan(
         method=method,
         why=why,
@@ -198,13 +192,14 @@ def plan_tree(
         group_tokens=cut.group_tokens,
         kernel_bounds=cut.bounds,
         room=place,
+        room_readers=room_readers,
         open_indptr=open_indptr,
         open_places=open_places,
-        tensors=upload(arrays | masks | extra | {"kv_readers": kv_readers}, device),
         kv_readers=kv_readers,
+        mask_words=cut.mask_words,
+        mask_dense=cut.mask_dense,
         **arrays,
-        **masks,
-    )
+    ).place()
 
 
 def _check(method: str, mask: str, page_size: int, **shape: int) -> None:

@@ -15,6 +15,11 @@ from treewise.plan.spec import Ints, integers
 
 # Columns of Plan.items: one row a work item, so that a kernel gets all it needs in one 32-byte load.
 ROW_LOW, ROW_HIGH, KV_START, KV_END, FREE_END, ENTRY, MASK, GROUP = range(8)
+PLACED = (
+    "row_order", "row_position", "kv_slots", "kv_position", "items", "reduce_rows", "reduce_indptr", "reduce_entries",
+    "mask_words", "mask_dense", "room", "room_readers", "kv_readers",
+)  # fmt: skip
+"""Arrays of a plan that kernels read."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class Plan:
         The rows that do not get their result from one item.
     room : [steps, queries]
         Key tokens that `grow` fills, one row of them a call; nobody sees them before.
+    room_readers : int64 [queries]
+        What `grow` puts into ``kv_readers``, none without room.
     open_indptr, open_places : [open tokens + 1], [places]
         The key tokens that stand for each open token, see `fill`; those of a plan with room are its.
     unsent : tuple of int64 arrays
@@ -92,8 +99,8 @@ class Plan:
     grown : int
         How often the plan has grown.
     tensors : dict
-        What kernels read of the arrays above on the plan's device, uploaded in one copy; ``reduce_queries``
-        are the queries of ``reduce_rows``, ``room_readers`` what `grow` puts into ``kv_readers``.
+        What kernels read of the arrays above on the plan's device, see `place`; ``reduce_queries``
+        are the queries of ``reduce_rows``.
     prepared : dict
         What a backend worked out once for this plan, by backend name.
     accepted_by : set of str
@@ -128,6 +135,7 @@ class Plan:
     mask_words: Ints
     mask_dense: npt.NDArray[np.bool_]
     room: Ints
+    room_readers: Ints
     open_indptr: Ints
     open_places: Ints
     unsent: tuple[Ints, ...] = ()
@@ -155,6 +163,13 @@ class Plan:
     def num_entries(self) -> int:
         """Partial results that are merged, one a row of each item that writes any."""
         return len(self.reduce_entries)
+
+    def place(self) -> Plan:
+        """Put on the device what kernels read, and return the plan."""
+        arrays = {name: getattr(self, name) for name in PLACED}
+        arrays["reduce_queries"] = self.row_order[self.reduce_rows]
+        self.tensors = upload(arrays, self.device)
+        return self
 
     def grow(self, slots: npt.ArrayLike) -> None:
         """Let every branch append one token, for a plan that was made with room.
