@@ -47,8 +47,8 @@ async def test_characters_of_several_tokens(llm, text):
 
 
 async def test_scores_across_a_join_of_tokens(llm):
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[lm-eval]'")
-    from test_lm_eval import api, instances
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[eval]'")
+    from test_lm_eval_over_http import api, instances
 
     pairs = [("Ans", "wer"), ("hello wor", "ld"), ("The capital of France is", " Paris"), ("", "Hello")]
     async with listening(llm) as server:

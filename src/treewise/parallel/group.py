@@ -39,8 +39,8 @@ class Group:
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, is_local: bool) -> None:
         self.rank, self.size = rank, size
-        self._host = _gloo(PrefixStore("host", store), rank, size, is_local)
-        self._device = self._host
+        self._host: Any = _gloo(PrefixStore("host", store), rank, size, is_local)
+        self._device: Any = self._host
         if device.type == "cuda":
             # NOTE: multicast objects of NVLink must not be made here; NCCL reads this when its first group begins.
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -99,9 +99,18 @@ class Group:
         _broadcast(self._host, rest)
         return first.numpy()[8:].tobytes() + rest.numpy().tobytes()
 
+    def close(self) -> None:
+        """End the connections of the host; nothing can be asked for any more.
+
+        NOTE: gloo's threads abort a process that ends while they run.
+        """
+        if self._device is self._host:
+            self._device = None
+        self._host = None
+
     def abort(self) -> None:
         """End what waits on the device for a rank that is gone; all that is asked for later fails."""
-        if self._device is not self._host:
+        if self._device is not None and self._device is not self._host:
             self._device.abort()
 
 

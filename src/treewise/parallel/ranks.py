@@ -201,6 +201,7 @@ class Ranks:
         else:
             with suppress(RuntimeError):  # they are gone
                 self.group.say(b"")
+        self.group.close()
 
     def _loss(self, seconds: float) -> str:
         """Tell which ranks have ended; perhaps they are about to be known to."""
@@ -315,7 +316,9 @@ def _join(size: int, kind: str, model: str, dtype: str | torch.dtype) -> CausalL
     share = load_share(model, dtype, device, group)
     if rank:
         follow(share)
-        sys.exit()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # NOTE: gloo's threads, whose peer is gone, may abort a process that ends in the usual way
     share.ranks = Ranks(group, None)
     finalize(share, share.ranks.close)
     return share

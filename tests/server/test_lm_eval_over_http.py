@@ -8,7 +8,7 @@ from serving import listening
 
 from treewise.llm import LLM
 
-pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[lm-eval]'")
+pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'treewise[eval]'")
 pytestmark = pytest.mark.anyio
 
 PAIRS = [
