@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 export MALLOC_TRIM_THRESHOLD_ ?= 268435456
 
-.PHONY: help demo test lint docs format clean
+.PHONY: help demo test soak lint docs format clean
 
 help: ## Show what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ demo: $(INSTALLED) ## Solve a real prompt with three strategies on the CPU and d
 test: lint docs $(WITH_LIBRARIES) ## Lint, types, import contract, documentation, tests
 	@echo '== tests'
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+soak: $(INSTALLED) ## Three minutes of clients of every kind on a real server; TREEWISE_SOAK_SECONDS=1800 for half an hour
+	$(BIN)/python -m pytest -m stress tests/server/test_soak.py -s
 
 lint: $(INSTALLED) ## Lint, types, import contract
 	@echo '== style'
