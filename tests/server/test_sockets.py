@@ -138,10 +138,10 @@ async def test_work_ends_when_the_client_goes(stage, stream):
     async with listening(llm, max_running=1 if stage == "waiting" else 8) as server:
         blocker = None
         if stage == "waiting":
-            blocker = asyncio.create_task(server.complete(max_tokens=300, ignore_eos=True))
+            blocker = asyncio.create_task(server.complete(max_tokens=300, n=4, ignore_eos=True))
             await until(lambda: server.driver.num_running)
         known = len(server.recorder.of("received"))
-        for round_ in range(1, 11):
+        for round_ in range(1, 21):
             outside = httpx.AsyncClient(base_url=server.client.base_url)
             whole = {"prompt": "abc", "stream": stream, **body}
             whole |= {} if "search" in body else {"ignore_eos": True}
@@ -157,7 +157,7 @@ async def test_work_ends_when_the_client_goes(stage, stream):
             if stage == "waiting":
                 assert job.scheduled is None and job.usage is None
         if blocker is not None:
-            assert (await blocker)["usage"]["completion_tokens"] == 300
+            assert (await blocker)["usage"]["completion_tokens"] == 1200
         await server.idle()
 
 
