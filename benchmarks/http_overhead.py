@@ -25,8 +25,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import process_time
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from treewise.bench.loads import Demand, Load, run_load
 from treewise.bench.measure import describe_machine, progress, report
@@ -62,6 +64,17 @@ def cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
+def clocks(url: str) -> dict[str, float]:
+    """Return the seconds that requests have waited so far, by the server's clock."""
+    with urlopen(f"{url}/metrics") as response:
+        families = text_string_to_metric_families(response.read().decode())
+    samples = {sample.name: sample.value for family in families for sample in family.samples}
+    return {
+        "ttft": samples["treewise:time_to_first_token_seconds_sum"],
+        "queue": samples["treewise:request_queue_time_seconds_sum"],
+    }
+
+
 def compare(demand: Demand, subject: Subject, repeats: int) -> list[Facts]:
     """Run every load here and there, turn by turn."""
     loaded = subject.load()
@@ -86,9 +99,12 @@ def compare(demand: Demand, subject: Subject, repeats: int) -> list[Facts]:
                 began = process_time()
                 here = run_load(llm, load, repeat)
                 here["cpu_s"] = process_time() - began
-                began = cpu_seconds(server)
+                began, before = cpu_seconds(server), clocks(url)
                 there = remote.run(load, repeat)
-                there["cpu_s"] = cpu_seconds(server) - began
+                there["cpu_s"], after = cpu_seconds(server) - began, clocks(url)
+                waited = {name: (after[name] - before[name]) / len(load.prompts) for name in before}
+                there["outside_s"] = there["ttft_s"]["mean"] - waited["ttft"]
+                there["queue_s"] = waited["queue"]
                 if there["errors"]:
                     raise RuntimeError(f"requests have failed: {there['errors']}")
                 pairs.append((here, there))
@@ -109,6 +125,8 @@ def overhead(pairs: list[tuple[Facts, Facts]]) -> Facts:
         "throughput_ratio": median(there["tokens_per_s"] / here["tokens_per_s"] for here, there in pairs),
         "engine_ttft_ms": median(here["ttft_s"]["p50"] * 1e3 for here, _ in pairs),
         "ttft_ms": median((there["ttft_s"]["p50"] - here["ttft_s"]["p50"]) * 1e3 for here, there in pairs),
+        "outside_ms": median(there["outside_s"] * 1e3 for _, there in pairs),
+        "queue_ms": median(there["queue_s"] * 1e3 for _, there in pairs),
         "cpu_ratio": median(there["cpu_s"] / here["cpu_s"] for here, there in pairs),
     }
 

@@ -65,10 +65,11 @@ async def rounds(root: Branch, width: int, tokens: int) -> Any:
 
 async def apart(root: Branch, width: int, tokens: int) -> Any:
     """Let a coroutine for each branch decode it in stretches and read its text."""
+    params = stretch(tokens)
 
     async def one(branch: Branch) -> str:
         for _ in range(4):
-            await generate([branch], stretch(tokens))
+            await generate([branch], params)
         return branch.text
 
     return await gather(*(one(branch) for branch in root.fork(width)))
@@ -76,9 +77,10 @@ async def apart(root: Branch, width: int, tokens: int) -> Any:
 
 async def streams(root: Branch, width: int, tokens: int) -> Any:
     """Let a coroutine for each branch see every token of it."""
+    params = stretch(4 * tokens)
 
     async def one(branch: Branch) -> int:
-        return len([piece async for piece in stream(branch, stretch(4 * tokens))])
+        return len([piece async for piece in stream(branch, params)])
 
     return await gather(*(one(branch) for branch in root.fork(width)))
 
