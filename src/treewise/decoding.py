@@ -586,8 +586,9 @@ class DecodeRun:
 
     def _served(self) -> list[Branch]:
         """Return the leaves that have their logits."""
-        self.leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
-        return [leaf for leaf in self.leaves if leaf in self._logits]
+        logits = self._logits
+        self.leaves = leaves = [leaf for leaf in self.leaves if leaf.alive]  # another coroutine may have pruned some
+        return [leaf for leaf in leaves if leaf in logits]
 
     def _leaves(self) -> tuple[Leaves, Leaves]:
         """Return the live leaves and those that have ended, as a controller sees them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -373,15 +373,15 @@ class Engine:
                     self._ready.append((task, None, mistake))
 
     def _start(self, task: Task, operation: Operation[Any]) -> None:
-        if (verdict := task.verdict()) is not None and not isinstance(operation, Gather | Limit):
+        if task.budgets and (verdict := task.verdict()) is not None and not isinstance(operation, Gather | Limit):
             raise verdict
         match operation:
+            case Piece():  # the first, since there may be one for every token
+                self.runs += self._answer_those_over((operation.run(task, self.limits),))
             case Decode():
-                self._await_run(DecodeRun(task, operation, self.limits))
+                self.runs += self._answer_those_over((DecodeRun(task, operation, self.limits),))
             case Observe():
-                self._await_run(ObserveRun(task, operation, self.limits))
-            case Piece():
-                self._await_run(operation.run(task, self.limits))
+                self.runs += self._answer_those_over((ObserveRun(task, operation, self.limits),))
             case Call():
                 self._calls[self._workers.submit(operation.function, *operation.arguments)] = task
             case Gather():
@@ -390,11 +390,6 @@ class Engine:
                 answer = partial(self._answer, task)
                 part = Task(task.tree, operation.coroutine, answer, task, operation.budget)
                 self._ready.append((part, None, None))
-
-    def _await_run(self, run: Run) -> None:
-        """Let `run` have logits until it is over."""
-        if not self._settle(run):
-            self.runs.append(run)
 
     def _answer(self, task: Task, result: Any, error: BaseException | None) -> None:
         """Let `task` go on with what its operation came to."""
@@ -520,7 +515,7 @@ class Engine:
         for run in [run for run in self.runs if run.ready()]:
             if (gain := self._take_step(run, run.advance)) is not None:
                 gains.append(gain)
-        self.runs = [run for run in self.runs if not self._settle(run)]
+        self.runs = self._answer_those_over(self.runs)
         self._enforce_budgets()
         return gains
 
@@ -546,12 +541,15 @@ class Engine:
                 self._answer(run.task, None, error)
         return None
 
-    def _settle(self, run: Run) -> bool:
-        """Give its result to the program if `run` is over; whether it is."""
-        if (result := run.result()) is None:
-            return False
-        self._ready.append((run.task, result, None))
-        return True
+    def _answer_those_over(self, runs: Iterable[Run]) -> list[Run]:
+        """Give the results of runs that are over to their programs, and return the other runs, which want logits."""
+        going_on = []
+        for run in runs:
+            if (result := run.result()) is None:
+                going_on.append(run)
+            else:
+                self._ready.append((run.task, result, None))
+        return going_on
 
     def _refuse_inside_a_step(self) -> None:
         if self._stepping:

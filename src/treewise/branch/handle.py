@@ -351,7 +351,8 @@ class Branch:
 
     def end(self) -> Node:
         """Return the node in which the path ends, now at the latest; the branch holds it from now on."""
-        self.require_alive()
+        if not self.alive:
+            self.require_alive()
         if self.tip is None:
             kv = self.tree.kv
             self.tip = kv.hold(kv.prefix(self._carrier(), self.num_tokens))
