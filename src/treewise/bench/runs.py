@@ -31,6 +31,8 @@ WARM = 40
 class Watched:
     """Our engine with one attention method, warmed up; the prefix cache is off, so that no run helps another.
 
+    `options` are those of `Subject.engine`.
+
     Attributes
     ----------
     first : list of Step
@@ -40,14 +42,20 @@ class Watched:
     """
 
     def __init__(
-        self, method: str, subject: Subject, loaded: Loaded, cases: Sequence[Case], machine: Machine | None
+        self,
+        method: str,
+        subject: Subject,
+        loaded: Loaded,
+        cases: Sequence[Case],
+        machine: Machine | None,
+        **options: Any,
     ) -> None:
         widest, prompt = max(case.widest for case in cases), max(case.prompt_tokens for case in cases)
         warm = samples(prompt, widest, min(WARM, max(case.longest - case.prompt_tokens for case in cases)))
         slots = max(case.num_slots(subject.page_size) for case in (*cases, warm))
         if any(case.work is None for case in cases):  # beams share more than is known in advance
             slots = min(slots, subject.default_slots(loaded, widest))
-        llm = subject.engine(loaded, method, widest, num_kv_slots=slots, enable_prefix_caching=False)
+        llm = subject.engine(loaded, method, widest, num_kv_slots=slots, enable_prefix_caching=False, **options)
         self.engine = llm.engine
         self.runner = llm.engine.runner
         self.meter = Meter(llm)

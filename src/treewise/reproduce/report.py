@@ -15,18 +15,23 @@ from markdown_it import MarkdownIt
 
 @dataclass(frozen=True)
 class Compared:
-    """A number of ours beside a published one.
+    """A number of ours beside a published one; where there is none, a word such as OOM, or nothing.
 
     A column with such cells is shown as three: ours, published, and the first over the second.
     """
 
-    ours: float | None
-    published: float | None
+    ours: float | str | None
+    published: float | str | None
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the published one, None if one of them is missing or the published one is 0."""
-        return self.ours / self.published if self.ours is not None and self.published else None
+        """Ours over the published one, None if one of them is no number or the published one is 0."""
+        return ratio(self.ours, self.published)
+
+
+def ratio(one: float | str | None, other: float | str | None) -> float | None:
+    """Divide, None where one of them is no number or the second is 0."""
+    return one / other if isinstance(one, (int, float)) and isinstance(other, (int, float)) and other else None
 
 
 Cell = str | int | float | Compared | None

@@ -1,0 +1,157 @@
+"""How well a GPU is used: table 14, from one layer's time and that of each kind of work item alone."""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from treewise.attention import Plan, plan_tree, run_plan
+from treewise.bench.floors import Machine
+from treewise.bench.measure import time_calls
+from treewise.bench.trees import visible_lengths
+from treewise.plan.data import ENTRY, KV_END, KV_START, ROW_HIGH, ROW_LOW
+from treewise.reproduce.deft import published
+from treewise.reproduce.deft.attention import PARTITIONS, Layer
+from treewise.reproduce.deft.tables import NAMES
+from treewise.reproduce.deft.workloads import Setup
+from treewise.reproduce.report import Cell, Compared, Section, Table
+from treewise.reproduce.study import Measurement, Result, Results
+
+QUERIES, PROMPT = 64, 4000
+PROCESSORS = 132
+"""Of an H200, which are assumed where there is no GPU."""
+LOW = 0.05
+"""The paper calls a time one of low utilisation if less than this share of the arithmetic is used."""
+
+
+def utilisation(setup: Setup, layer: Layer) -> Iterator[Measurement]:
+    """Measure the paper's micro-benchmark."""
+    settings = {
+        **{"model": setup.subject.model, "device": setup.subject.device, "dtype": str(layer.dtype)},
+        **{"queries": QUERIES, "prompt": PROMPT, "repeats": setup.scale.repeats},
+    }
+    yield Measurement("utilisation", "use of the GPU", 10.0, partial(_measure, setup, layer), settings)
+
+
+def _measure(setup: Setup, layer: Layer) -> Result:
+    tree, device = setup.drafted("star", QUERIES).tree(PROMPT), layer.device
+    machine = Machine(device, layer.dtype)
+    cuda = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
+    nothing = torch.zeros(1, device=device)
+    launch = statistics.median(time_calls(lambda: torch.neg(nothing, out=nothing), device, setup.scale.repeats))
+    k, v = layer.pool(tree.num_tokens)
+    q = torch.randn(QUERIES, layer.num_heads, layer.head_dim, device=device).to(layer.dtype)
+    flops = 4 * int(visible_lengths(tree).sum()) * layer.num_heads * layer.head_dim
+    found: Result = {"processors": processors, "methods": {}}
+    for method in PARTITIONS:
+        plan = plan_tree(tree, method, **layer.shape)
+
+        def seconds(one: Plan) -> float:
+            return statistics.median(time_calls(partial(run_plan, one, q, k, v), device, setup.scale.repeats))
+
+        whole = seconds(plan)
+        sizes = [(int(item[ROW_HIGH] - item[ROW_LOW]), int(item[KV_END] - item[KV_START])) for item in plan.items]
+        alone = {size: max(0.0, seconds(single(plan, sizes.index(size))) - launch) for size in dict.fromkeys(sizes)}
+        durations = [alone[size] for size in sizes for _ in range(layer.num_kv_heads)]
+        idle, low = idle_shares(durations, processors)
+        found["methods"][method] = {
+            "us": whole * 1e6,
+            "matrix": flops / whole / machine.matrix,
+            "memory": plan.io().total / whole / machine.bandwidth,
+            "kv_gb_per_s": plan.io().kv / whole / 1e9,
+            "tflop_per_s": flops / whole / 1e12,
+            "idle": idle,
+            "low": low,
+            "items": {f"{rows}x{tokens}": number for (rows, tokens), number in Counter(sizes).items()},
+        }
+    return found
+
+
+def single(plan: Plan, item: int) -> Plan:
+    """Return a plan that only has one work item of another."""
+    items = plan.items[item : item + 1].copy()
+    items[:, ENTRY] = -1
+    none = np.empty(0, np.int32)
+    return replace(
+        plan,
+        items=items,
+        reduce_rows=none,
+        reduce_indptr=np.zeros(1, np.int32),
+        reduce_entries=none,
+        tensors={},
+        prepared={},
+        accepted_by=set(),
+    ).place()
+
+
+def idle_shares(durations: Sequence[float], processors: int) -> tuple[float, float]:
+    """Give work to whichever processor is free first, in order, and see how they are used.
+
+    Returns
+    -------
+    idle : float
+        Share of all processors' time, until the last one is done, in which they have nothing to do.
+    low : float
+        Share of the time in which fewer than one in twenty have something to do.
+
+    Examples
+    --------
+    >>> idle_shares([1.0] * 4, 4), idle_shares([4.0, 1.0], 2)[0]
+    ((0.0, 0.0), 0.375)
+    """
+    free = [0.0] * processors
+    ends = []
+    for duration in durations:
+        start = heapq.heappop(free)
+        ends.append(start + duration)
+        heapq.heappush(free, start + duration)
+    whole = max(ends)
+    if whole == 0:
+        return 0.0, 0.0
+    last = sorted(free, reverse=True)  # nobody pauses, so the number at work only falls once all work is given out
+    few = int(LOW * processors)
+    return 1 - sum(durations) / (processors * whole), 1 - last[few] / whole if few < processors else 0.0
+
+
+def sections(results: Results) -> list[Section]:
+    """Report table 14."""
+    found = results.get("utilisation", {})
+    if "methods" not in found:
+        return []
+    rows: list[Sequence[Cell]] = []
+    for method, one in found["methods"].items():
+        said: tuple[Any, ...] = published.UTILISATION.get(method, (None,) * 4)
+        rows.append(
+            [
+                NAMES[method],
+                Compared(one["us"], said[0]),
+                Compared(one["matrix"], said[1]),
+                Compared(one["memory"], said[2]),
+                Compared(one["low"], said[3]),
+                one["idle"],
+                one["tflop_per_s"],
+                one["kv_gb_per_s"],
+                ", ".join(f"{number} of {size}" for size, number in list(one["items"].items())[:3]),
+            ]
+        )
+    columns = [
+        *("method", "µs", "share of the matrix rate", "share of the copy rate", "time of low use", "idle processors"),
+        *("TFLOP/s", "KV GB/s", "items, rows × tokens"),
+    ]
+    text = (
+        f"One layer, {QUERIES} queries below a prompt of {PROMPT:,} tokens. Rates are those of a large matrix product and a "
+        "large copy on the same device in the same run; the bytes are all that the plan moves. The paper asked Nsight; here "
+        "each kind of work item is timed alone, less a launch, and the items are handed to the "
+        f"{found['processors']} multiprocessors in their order (on a CPU: as if it had so many). *Idle* is the share of their "
+        "time without work, *low use* the share of the time in which less than 5 % of them have any."
+    )
+    return [Section("Use of the GPU (table 14)", text, [Table("Table 14: DeFT-Node and DeFT-Flatten", columns, rows)])]
