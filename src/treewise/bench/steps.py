@@ -79,7 +79,8 @@ def summarise(steps: Sequence[Step], weights: Weights, machine: Machine | None) 
     -------
     dict
         ``whole_s``: everything. ``prefill_s``: the steps that computed the prompt. ``decode_s``: all others; ``steps``
-        counts those with rows, whose times are ``step_ms``, whose forwards ``forward_ms`` and whose bytes of keys and values ``*_kv_gb`` are.
+        counts those with rows, whose times are ``step_ms``, whose forwards ``forward_ms`` and whose bytes of keys and
+        values ``*_kv_gb`` are.
         ``forward_s``, ``schedule_s``, ``plan_s`` are parts of ``decode_s``, and ``*_share`` their shares in it;
         ``floor_s`` and ``of_floor``: the sum of the floors of the counted steps and how many times of it they took,
         ``forward_of_floor`` the same for their forwards.

@@ -1,4 +1,4 @@
-"""The verbs `generate`, `search`, `serve`, `strategies`, `train-medusa`, `bench`, `eval`, `reproduce`, `models`, `env`."""
+"""The verbs, such as `generate`, `serve`, `bench` and `reproduce`, and their flags."""
 
 from __future__ import annotations
 

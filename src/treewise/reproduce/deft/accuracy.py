@@ -20,7 +20,7 @@ from treewise.bench.subject import Subject
 from treewise.branch import Branch
 from treewise.config import SamplingParams
 from treewise.replay import Schedule
-from treewise.reproduce.deft import published
+from treewise.reproduce.deft import published, texts
 from treewise.reproduce.deft.tables import NAMES
 from treewise.reproduce.deft.workloads import PROMPT, STEPS, Setup
 from treewise.reproduce.report import Cell, Compared, Section, Table, slug
@@ -154,10 +154,4 @@ def sections(results: Results) -> list[Section]:
         parts.append(Table(title, columns, rows, digits=7))
     if not parts:
         return []
-    text = (
-        "The error is that of random queries, keys and values against the same attention in float64; the paper compares with "
-        "Transformers in float16, whose own rounding is in its number. PyTorch's `scaled_dot_product_attention`, which "
-        "Transformers calls, stands beside. Below, one text branches four ways, as a tree here and as four requests in "
-        "Transformers, greedily in float32 on the same weights."
-    )
-    return [Section("Accuracy (table 15)", text, parts)]
+    return [Section("Accuracy (table 15)", texts.ACCURACY, parts)]

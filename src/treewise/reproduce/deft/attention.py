@@ -17,7 +17,7 @@ from treewise.bench.subject import Subject
 from treewise.bench.trees import visible_lengths
 from treewise.config import ModelConfig
 from treewise.replay import Schedule
-from treewise.reproduce.deft import published
+from treewise.reproduce.deft import published, texts
 from treewise.reproduce.deft.tables import against_flatten
 from treewise.reproduce.deft.workloads import (
     METHODS,
@@ -175,16 +175,6 @@ def latency(setup: Setup, layer: Layer) -> Iterator[Measurement]:
 
 def latency_sections(results: Results) -> list[Section]:
     """Report tables 6 and 16."""
-    text = (
-        "One layer's attention is timed at evenly spaced steps of each run — on a GPU by CUDA-graph replay with a cold "
-        "L2 cache — and summed over all steps and layers (midpoint rule). Attention needs no model: the schedule is the "
-        "work. The paper's times are sums of calls with launches and device syncs between them, so seconds are not "
-        "comparable; *over flatten*, a method's time over that of `deft:flatten` in the same run, is. ✓: both sources "
-        "say the same of which is faster; ≈: one of them sees less than 3 % between the two; ✗: they differ.\n\n"
-        "Flash-Decoding has no pages, so each sequence holds a copy of its whole path, as in the paper; where those of "
-        "all layers do not fit beside each other, it is out of memory (OOM). `medusa` passes all scores through memory, "
-        "`specinfer` reads the whole tree for every query: those are what they are here to show."
-    )
     seconds = {
         workload: {
             method: "OOM" if facts.get("out_of_memory") else facts.get("seconds")
@@ -194,7 +184,7 @@ def latency_sections(results: Results) -> list[Section]:
         if "methods" in (found := results.get(f"attention-{workload}", {}))
     }
     tables = against_flatten("Tables 6 and 16: attention latency", seconds, published.ATTENTION_SECONDS)
-    return [Section("Attention latency (tables 6 and 16)", text, tables)]
+    return [Section("Attention latency (tables 6 and 16)", texts.LATENCY, tables)]
 
 
 # ------------------------------------------------------------------------------------------- table 7 and figure 18
@@ -235,10 +225,6 @@ def by_prompt_sections(results: Results) -> list[Section]:
     found = results.get("prompts", {})
     if "sorting" not in found:
         return []
-    text = (
-        "The longer the prompt, the more there is to share. Prompts of recorded trees are padded, as in the paper. The "
-        "repository's raw data, unlike the paper, also have prompts of 1,000 tokens, where its flatten lost."
-    )
     rows: list[list[Any]] = []
     for prompt, one in found["sorting"].items():
         said = published.SORTING_BY_PROMPT.get(int(prompt), (None, None))[0]
@@ -277,7 +263,7 @@ def by_prompt_sections(results: Results) -> list[Section]:
         panels,
         "Seconds of attention over prompt tokens for radix and the three DeFT partitions, one chart a tree size",
     )
-    return [Section("Prompt lengths: attention (table 7, figure 18)", text, [table, *drawn])]
+    return [Section("Prompt lengths: attention (table 7, figure 18)", texts.PROMPTS_ATTENTION, [table, *drawn])]
 
 
 # ----------------------------------------------------------------------------------------------- figures 13 to 15
@@ -359,11 +345,7 @@ def figures_sections(results: Results) -> list[Section]:
             ),
         ]
         panels[1] = _sorted_curve(panels[1])
-        text = (
-            f"The paper: flatten stays even, node follows the spread of node lengths. Here the correlation of node over "
-            f"flatten with the standard deviation of node lengths is {related:.2f}; node over flatten is "
-            f"{min(node_over):.2g} to {max(node_over):.2g}."
-        )
+        text = texts.ITERATIONS.format(related=related, least=min(node_over), most=max(node_over))
         alt = "Attention time of node and flatten at each step of one sorting tree, and their ratio"
         sections.append(
             Section(
@@ -413,11 +395,7 @@ def figures_sections(results: Results) -> list[Section]:
             for us in found.values()
             for chunk in CHUNKS
         )
-        text = (
-            f"The paper: the best size depends on the tree, and flatten beats node-chunk at each size. Here flatten is the "
-            f"faster in {wins} of {len(found) * len(CHUNKS)} pairs. By default flatten chooses its sizes from the tree and "
-            "the machine."
-        )
+        text = texts.BLOCKS.format(wins=wins, pairs=len(found) * len(CHUNKS))
         alt = "Attention time over the size of blocks for node-chunk and flatten, one chart a tree"
         sections.append(Section("Block size (figure 15)", text, figure("Figure 15: block size", panels, alt)))
     return sections

@@ -15,7 +15,7 @@ from treewise.config import ModelConfig
 from treewise.layers import Attention, GatedMLP, Linear
 from treewise.models.load import load_config
 from treewise.replay import Schedule
-from treewise.reproduce.deft import published
+from treewise.reproduce.deft import published, texts
 from treewise.reproduce.deft.attention import Layer, over_runs
 from treewise.reproduce.deft.tables import NAMES, sign
 from treewise.reproduce.deft.workloads import TITLES, Setup, Work, samples, with_prompt
@@ -101,11 +101,6 @@ def sections(results: Results) -> list[Section]:
     found = {shape: one for shape in SHAPES if "workloads" in (one := results.get(f"shape-{shape}", {}))}
     if not found:
         return []
-    text = (
-        "Attention as in table 16, with the heads of these models; the products of a layer — feed-forward, projections — and "
-        "the head are timed alone for the mean number of rows, cold. *Decode* is attention and products over a whole run: "
-        "what forwards cost at least, without norms, rotation or launches. *A/F* is attention over feed-forward."
-    )
     rows: list[Sequence[Cell]] = []
     for shape, one in found.items():
         for workload, said in published.MODEL_SPEEDUP[shape].items():
@@ -147,7 +142,7 @@ def sections(results: Results) -> list[Section]:
         columns = ["workload", "method", "attention, s", "over flatten", "sign"]
         name = published.MODEL_TABLES[shape].capitalize()
         tables.append(Table(f"{name}: attention latency, {shape}", columns, rows))
-    return [Section("Other models (tables 8, 18, 20, 21)", text, tables)]
+    return [Section("Other models (tables 8, 18, 20, 21)", texts.MODELS, tables)]
 
 
 def _decode_ratio(part: Mapping[str, Any], layers: int) -> float | None:

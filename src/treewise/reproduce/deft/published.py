@@ -45,8 +45,8 @@ ATTENTION_SECONDS = {
     "deft:node_chunk": _row(8.52, 9.69, 13.45, 49.63, 36.37, 4.77, 7.40, 14.54, 20.28, 32.57, 57.26),
     "deft:flatten": _row(3.47, 4.07, 5.87, 28.41, 21.45, 2.57, 3.83, 13.15, 16.79, 24.46, 41.78),
 }
-"""Tables 6 and 16: attention latency in seconds, all layers. For t = 256 the paper prints node's and flatten's numbers the
-other way round than the repository's raw data, which stand here."""
+"""Tables 6 and 16: attention latency in seconds, all layers. For t = 256 the paper prints node's and flatten's
+numbers the other way round than the repository's raw data, which stand here."""
 
 LOOP_SPEEDUP = {
     "few-shot-20": 1.18,
@@ -66,8 +66,8 @@ KV_TERABYTES = {
     "radix": _row(17.62, 26.43, 44.05, 59.96, 39.74, 4.68, 7.01, 131.45, 256.79, 522.05, 1044.10),
     "deft:flatten": _row(1.68, 2.10, 2.94, 12.40, 10.57, 0.58, 1.04, 4.10, 4.11, 4.16, 4.35),
 }
-"""Table 17, left: terabytes of keys and values over a whole run. Its speculation columns belong to a run about 1.4 times as
-long as the one of table 5."""
+"""Table 17, left: terabytes of keys and values over a whole run. Its speculation columns belong to a run about 1.4
+times as long as the one of table 5."""
 
 PARTIAL_TERABYTES = {
     "flash_decoding": _row(0, 0, 0, 0, 0, 0, 0, 0, 0, OOM, OOM),
@@ -90,8 +90,8 @@ TPOT_BY_PROMPT = {
     (64, 8000): {"radix": 18.08, "deft:node": 14.99, "deft:node_chunk": 9.86, "deft:flatten": 8.56},
     (64, 20000): {"radix": 37.51, "deft:node": 28.06, "deft:node_chunk": 14.98, "deft:flatten": 12.74},
 }
-"""Figure 17: decode latency in seconds of 239 steps of speculation by drafted tokens and prompt, from the repository's raw
-data with Llama-3.1-8B; figure 16 is the same over 1,000 tokens."""
+"""Figure 17: decode latency in seconds of 239 steps of speculation by drafted tokens and prompt, from the
+repository's raw data with Llama-3.1-8B; figure 16 is the same over 1,000 tokens."""
 
 ATTENTION_BY_PROMPT = {
     (32, 1000): {"radix": 2.05, "deft:node": 2.79, "deft:node_chunk": 1.95, "deft:flatten": 1.83},
@@ -145,14 +145,14 @@ MODEL_ATTENTION_SECONDS = {
         "deft:flatten": {"few-shot-30": 8.24, "sorting": 43.91, "star-64": 36.48},
     },
 }
-"""Tables 20 (34B, grouped queries) and 21 (7B, a KV head a query head). The cells of node-chunk equal raw files of node;
-sorting with 34B counts the store of keys as well."""
+"""Tables 20 (34B, grouped queries) and 21 (7B, a KV head a query head). The cells of node-chunk equal raw files of
+node; sorting with 34B counts the store of keys as well."""
 
 MODEL_TABLES = {"codellama-34b": "table 20", "codellama-7b": "table 21"}
 
 UTILISATION = {"deft:node": (961.38, 0.0760, 0.1739, 0.8235), "deft:flatten": (226.82, 0.2119, 0.5191, 0.0)}
-"""Table 14: microseconds of one layer, share of the arithmetic rate, share of the memory rate, share of the time at which the
-arithmetic was used by less than 5 %; 64 queries below 4,000 tokens, by Nsight."""
+"""Table 14: microseconds of one layer, share of the arithmetic rate, share of the memory rate, share of the time at
+which the arithmetic was used by less than 5 %; 64 queries below 4,000 tokens, by Nsight."""
 
 ATTENTION_ERROR = {
     "radix": {"MHA": 0.00545, "GQA": 0.00540},

@@ -17,7 +17,7 @@ from treewise.bench.runs import Watched
 from treewise.bench.subject import Loaded
 from treewise.bench.workloads import replayed
 from treewise.replay import Schedule
-from treewise.reproduce.deft import published
+from treewise.reproduce.deft import published, texts
 from treewise.reproduce.deft.attention import SPECULATION_PROMPTS, Layer
 from treewise.reproduce.deft.tables import KINDS, NAMES, against_flatten, disagreements, sign
 from treewise.reproduce.deft.workloads import (
@@ -178,8 +178,8 @@ class Whole:
 class Totals:
     """What whole runs take, by workload and method.
 
-    A run that was measured to its end counts as it is. Of others, the part of a step that is not attention is taken from
-    the steps that ran, in the median, and attention from what was measured of it along the whole run.
+    A run that was measured to its end counts as it is. Of others, the part of a step that is not attention is taken
+    from the steps that ran, in the median, and attention from what was measured of it along the whole run.
     """
 
     def __init__(self, results: Results) -> None:
@@ -247,21 +247,10 @@ def sections(results: Results) -> list[Section]:
                 seconds.setdefault(workload, {})[method] = "OOM"
     if not lines:
         return []
-    text = (
-        "The paper's *decode latency* is the sum of forwards; planning, slots, branching, sampling and the prompt are left "
-        "out. The first tables have the same: the time between a step's first kernel and its last. The table behind them "
-        "has the whole loop: everything that a caller waits for but the prompt. Its last column says whether runs went to "
-        "their end. Where they did not, what a step takes beside attention (the median of the steps that ran) is "
-        "multiplied with the steps of the whole run, and attention comes from table 16.\n\n"
-        "All methods run in one engine, with CUDA graphs for all but `medusa` and `specinfer`, whose masks no graph holds. "
-        "`flash_decoding` reads the contiguous pool, where a node's keys are stored once all the same: as a whole engine "
-        "it is Radix, and none of the copies that slowed the paper's unpaged baselines down are made. In a star, "
-        "three or four accepted tokens are computed beside the drafted ones."
-    )
     parts = against_flatten("Table 5: decode latency, forwards alone", seconds, published.DECODE_SECONDS)
     columns = ["workload", "method", "whole loop, s", "over flatten", "forwards, s", "plans, share", "steps"]
     parts.append(Table("The whole loop", columns, lines))
-    return [Section("Decode latency (table 5)", text, parts), *_widths(totals), *_prompts(results, totals)]
+    return [Section("Decode latency (table 5)", texts.RUNS, parts), *_widths(totals), *_prompts(results, totals)]
 
 
 def _line_of(totals: Totals, workload: str, method: str, whole: Whole) -> list[Any]:
@@ -343,26 +332,7 @@ def _prompts(results: Results, totals: Totals) -> list[Section]:
         "Seconds of 239 steps, which accept 1,000 tokens, over prompt tokens, a chart a tree size",
         "Seconds of the 239 steps that accept 1,000 tokens are also milliseconds a token (TPOT).",
     )
-    text = (
-        "What a step takes beside attention is measured on the engine (above), attention at each prompt length: a run is "
-        "the sum of both over its steps."
-    )
-    return [Section("Prompt lengths: whole steps (table 7, figures 16 and 17)", text, [*tables, *drawn])]
-
-
-REASONS = {
-    "radix": "each KV head's queries are packed into one tile, so that a key is read once for all of a group's heads, long "
-    "paths are split over all multiprocessors, and a prefix that several sequences read comes out of the L2 cache. The "
-    "paper's Radix reads a key once a query head, in one program a sequence and head. So Radix is much stronger here, and "
-    "there is less to gain where little is shared",
-    "medusa": "it goes unfused through memory, which a GPU with twice the bandwidth forgives less or more than an A100, by "
-    "the size of its score matrix",
-    "deft:node": "a node is one item, however long; the paper's kernel reads 16 keys at a time there, ours 64, so that a long "
-    "node costs less",
-    "deft:node_chunk": "it is cut at 256 tokens, 128 in the paper, and short nodes are items of their own in both",
-    "flash_decoding": "copies of the prompt cost memory and cache, but the kernel packs heads as Radix does",
-}
-"""Why a method may stand otherwise beside flatten than in the paper."""
+    return [Section("Prompt lengths: whole steps (table 7, figures 16 and 17)", texts.PROMPTS_RUNS, [*tables, *drawn])]
 
 
 def protocol_sections(results: Results) -> list[Section]:
@@ -408,32 +378,11 @@ def protocol_sections(results: Results) -> list[Section]:
         )
     }
     lines = [
-        f"- {NAMES[method]} over flatten, {what}: {', '.join(workloads)}. Here, {REASONS.get(method, 'no reason is known')}."
+        f"- {NAMES[method]} over flatten, {what}: {', '.join(workloads)}. Here, {texts.REASONS[method]}."
         for (method, what), workloads in contrary.items()
     ]
-    agreeing = "Where both say which method is faster, no row contradicts the paper." if not lines else "\n".join(lines)
+    agreeing = "\n".join(lines) or "Where both say which method is faster, no row contradicts the paper."
     return [
-        Section("Where the published protocol misleads", PROTOCOL, parts),
+        Section("Where the published protocol misleads", texts.PROTOCOL, parts),
         Section("Where the signs differ", agreeing),
     ]
-
-
-PROTOCOL = """
-- *Decode latency* leaves out what differs between the methods: with 256 drafted tokens the paper's flatten spends 33 ms a
-  step on building its groups, Radix 9 ms. By the whole loop of its own raw data, flatten is 1.34 times as fast there, not
-  2.23; with prompts of 1,000 tokens it is slower than Radix (0.88 to 0.94).
-- Each timer waits for the device, four times a layer, so that launches of one layer cannot hide behind the work of another.
-- The baseline Radix reads a key once for each query head, and never splits a path. Flash-Decoding's released code computes
-  no attention, and the unpaged baselines spend nine tenths of their time on copying keys.
-- Numbers of node and flatten for 256 drafted tokens are swapped in print; 3.59 times is node's speed.
-- *99.58 % less IO* counts each key once. Their flatten kernel reads keys once per 32 queries, so that 3.1 TB are about 24;
-  and partial results, written in float32, are not counted.
-- Speculation is a star of leaves at one position; the recorded topology is never read. 1,106 of 1,507 accepted lengths are
-  random. Both forms are measured here, each under its own name.
-- One run, no warm-up, ten steps dropped from latencies but not from other sums; trees beyond 2,000 tokens are cut by the
-  released scripts, but not in the tables.
-- Times are summed over the run, so a step that is slow (a capture, a new plan) disappears in the mean: percentiles of steps
-  are in `raw/`.
-
-Here the whole loop counts, with planning, slots, branching, pruning and drawing; forwards and attention stand beside it.
-"""

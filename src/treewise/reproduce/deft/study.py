@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from treewise.bench.subject import Subject
 from treewise.config import check_integer
 from treewise.replay import load_recordings
-from treewise.reproduce.deft import accuracy, attention, models, runs, traffic, utilisation
+from treewise.reproduce.deft import accuracy, attention, models, runs, texts, traffic, utilisation
 from treewise.reproduce.deft.attention import Layer
 from treewise.reproduce.deft.workloads import QUICK, Scale, Setup
 from treewise.reproduce.report import Section
@@ -144,13 +144,4 @@ def report(results: Results) -> list[Section]:
 
 
 def _sections(parts: tuple[Part, ...] | list[Part], results: Results) -> list[Section]:
-    return [Section("What this is", ABOUT), *(section for part in parts for section in part.report(results))]
-
-
-ABOUT = """
-The tables and figures of *DeFT: Decoding with Flash Tree-Attention for Efficient Tree-Structured LLM Inference*
-(arXiv:2404.00242v4), measured again with treewise's own kernels and engine on the device named above. Published values are
-those of an A100 with 80 GB and float16; seconds on another device cannot be compared with them, ratios of two methods in
-one run can. Workloads are the shapes that the paper's authors recorded: the text does not matter, the schedule is the work.
-Table 19 (an RTX 4090) is left out: the device above is the other GPU.
-"""
+    return [Section("What this is", texts.ABOUT), *(section for part in parts for section in part.report(results))]

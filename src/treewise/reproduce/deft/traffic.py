@@ -13,7 +13,7 @@ import torch
 from treewise.attention import plan_tree
 from treewise.bench.workloads import PUBLISHED_TB
 from treewise.replay import Schedule, total_io
-from treewise.reproduce.deft import published
+from treewise.reproduce.deft import published, texts
 from treewise.reproduce.deft.tables import NAMES
 from treewise.reproduce.deft.workloads import METHODS, PROMPT, STEPS, TITLES, Setup, Work
 from treewise.reproduce.report import Cell, Compared, Section, Table
@@ -38,9 +38,9 @@ def count(works: Sequence[Work], methods: Sequence[str] = METHODS) -> Result:
     Returns
     -------
     dict
-        By method: ``once``, keys and values of every group once, as the paper counts them; ``read``, with the re-reads of
-        groups of more than 32 queries; ``scores``, ``partials``, ``masks``; ``packed``, keys and values as a kernel reads
-        them that packs the heads of a group.
+        By method: ``once``, keys and values of every group once, as the paper counts them; ``read``, with the
+        re-reads of groups of more than 32 queries; ``scores``, ``partials``, ``masks``; ``packed``, keys and values
+        as a kernel reads them that packs the heads of a group.
     """
     found: Result = {}
     for method in methods:
@@ -104,12 +104,8 @@ def sections(results: Results) -> list[Section]:
             "masks",
             "metadata",
         ]
-        text = (
-            "Counted from the plans of one layer, 32 heads of 128 in 2 bytes, keys and values once a query head, as the "
-            "paper counts. DeFT plans are cut as its kernels cut: at most 32 queries in a tile, blocks of 128 tokens."
-        )
         table = Table("Table 12: bytes of one layer and step, by kind", columns, rows)
-        found.append(Section("What is moved (table 12)", text, [table]))
+        found.append(Section("What is moved (table 12)", texts.SNAPSHOT, [table]))
     rows = []
     for workload in TITLES:
         for method, io in results.get(f"io-{workload}", {}).items():
@@ -133,16 +129,8 @@ def sections(results: Results) -> list[Section]:
             *("workload", "method", "KV, TB", "KV, raw data", "KV with re-reads", "scores and masks"),
             *("partial outputs", "KV, packed heads"),
         ]
-        text = (
-            "Terabytes over a whole run, mean of the recorded trees. *KV*: each group's keys and values once. *Raw data*: what "
-            "the repository's own counters say; the printed speculation columns belong to a run about 1.4 times as long as "
-            "the one whose times are printed. *With re-reads*: as the paper's kernels read, once per 32 queries of a group, "
-            "which its counter leaves out for flatten. *Partial outputs*: float32 with their log-sum-exp, written and read, "
-            "which the paper does not count. *Packed heads*: what a kernel reads that packs a KV head's four query heads, as "
-            "those here do, with tiles of 64 rows."
-        )
         table = Table("Table 17: terabytes of a whole run", columns, rows, digits=4)
-        found.append(Section("Bytes of whole runs (table 17)", text, [table]))
+        found.append(Section("Bytes of whole runs (table 17)", texts.TRAFFIC, [table]))
     return found
 
 

@@ -18,7 +18,7 @@ from treewise.bench.floors import Machine
 from treewise.bench.measure import time_calls
 from treewise.bench.trees import visible_lengths
 from treewise.plan.data import ENTRY, KV_END, KV_START, ROW_HIGH, ROW_LOW
-from treewise.reproduce.deft import published
+from treewise.reproduce.deft import published, texts
 from treewise.reproduce.deft.attention import PARTITIONS, Layer
 from treewise.reproduce.deft.tables import NAMES
 from treewise.reproduce.deft.workloads import Setup
@@ -147,11 +147,5 @@ def sections(results: Results) -> list[Section]:
         *("method", "µs", "share of the matrix rate", "share of the copy rate", "time of low use", "idle processors"),
         *("TFLOP/s", "KV GB/s", "items, rows × tokens"),
     ]
-    text = (
-        f"One layer, {QUERIES} queries below a prompt of {PROMPT:,} tokens. Rates are those of a large matrix product and a "
-        "large copy on the same device in the same run; the bytes are all that the plan moves. The paper asked Nsight; here "
-        "each kind of work item is timed alone, less a launch, and the items are handed to the "
-        f"{found['processors']} multiprocessors in their order (on a CPU: as if it had so many). *Idle* is the share of their "
-        "time without work, *low use* the share of the time in which less than 5 % of them have any."
-    )
+    text = texts.UTILISATION.format(queries=QUERIES, prompt=PROMPT, processors=found["processors"])
     return [Section("Use of the GPU (table 14)", text, [Table("Table 14: DeFT-Node and DeFT-Flatten", columns, rows)])]

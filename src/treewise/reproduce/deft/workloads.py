@@ -62,7 +62,7 @@ class Scale:
     answer: int = 400
 
 
-QUICK = Scale(samples=2, repeats=3, tree_samples=1, trees=1, max_steps=4, prompt=128, others=False, points=8, answer=32)
+QUICK = Scale(samples=1, repeats=2, tree_samples=1, trees=1, max_steps=4, prompt=128, others=False, points=8, answer=32)
 
 
 @dataclass(frozen=True)
