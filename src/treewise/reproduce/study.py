@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -74,12 +75,13 @@ def attempt(function: Callable[[], Result]) -> Result:
     try:
         return function()
     except Exception as error:  # of memory that is too small, and of what a machine does not have
-        failure: Result = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        failure: Result = {"error": f"{words} ({Path(place.filename).name}:{place.lineno})"}
         lacking = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
         if lacking:
             failure["out_of_memory"] = True
-    # Here, where the error and with it the frames of the function are gone.
-    release()
+    release()  # here, where the error and with it the frames of the function are gone
     return failure
 
 
@@ -214,6 +216,7 @@ def _measure(study: Study, each: Measurement, out: Path, device: torch.device) -
         "seconds": round(perf_counter() - start, 3),
         "result": result,
     }
+    release()
     target, text = _file(each.key, out), json.dumps(json_safe(record), indent=1)
     unfinished = target.with_suffix(".unfinished")
     unfinished.write_text(text + "\n", encoding="utf-8")

@@ -36,7 +36,7 @@ from treewise.reproduce.deft.workloads import (
 )
 from treewise.reproduce.figures import Panel, figure
 from treewise.reproduce.report import Compared, Section, Table, ratio
-from treewise.reproduce.study import Measurement, Result, Results, attempt
+from treewise.reproduce.study import Measurement, Result, Results, attempt, release
 
 PARTITIONS = ("radix", "deft:node", "deft:node_chunk", "deft:flatten")
 """The methods that the paper's ablations compare."""
@@ -87,6 +87,7 @@ class Layer:
             If it is not there.
         """
         self._empty(self.num_layers, tokens)
+        release()
 
     def pool(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return random keys and values of at least so many tokens, of one layer."""
@@ -303,13 +304,12 @@ def figures(setup: Setup, layer: Layer) -> Iterator[Measurement]:
     def blocks() -> Result:
         trees = {f"few-shot, b = {width}": Schedule.few_shot(PROMPT, width, STEPS).at(STEPS // 2) for width in (20, 50)}
         trees |= {f"star, t = {size}": setup.drafted("star", size).tree(3500) for size in SIZES[:3]}
-        return {
-            name: {
-                method: {str(chunk): layer.seconds(tree, method, scale.repeats, chunk) * 1e6 for chunk in CHUNKS}
-                for method in ("deft:node_chunk", "deft:flatten")
-            }
-            for name, tree in trees.items()
-        }
+        found: Result = {}
+        for name, tree in trees.items():
+            for method in ("deft:node_chunk", "deft:flatten"):
+                seconds = [layer.seconds(tree, method, scale.repeats, chunk) for chunk in CHUNKS]
+                found.setdefault(name, {})[method] = [second * 1e6 for second in seconds]
+        return found
 
     settings = _settings(setup, points=scale.points, samples=scale.samples)
     count = 2 * scale.points, 2 * len(ALL_WIDTHS) * max(2, scale.samples // 2), 2 * 5 * len(CHUNKS)
@@ -379,23 +379,21 @@ def figures_sections(results: Results) -> list[Section]:
             "The wider the tree, the more often a sequence-by-sequence method reads the same prompt.",
         )
         sections.append(Section("Width of the tree (figure 14)", "", parts))
-    if found := {name: us for name, us in results.get("blocks", {}).items() if name != "error"}:
+    found = results.get("blocks", {"error": ""})
+    if "error" not in found:
         panels = [
             Panel(
                 name,
                 "tokens a block",
                 "attention of a layer, µs",
-                {method: (list(CHUNKS), [us[method][str(chunk)] for chunk in CHUNKS]) for method in us},
+                {method: (list(CHUNKS), us[method]) for method in us},
                 log_x=True,
             )
             for name, us in found.items()
         ]
-        wins = sum(
-            us["deft:flatten"][str(chunk)] < us["deft:node_chunk"][str(chunk)]
-            for us in found.values()
-            for chunk in CHUNKS
-        )
-        text = texts.BLOCKS.format(wins=wins, pairs=len(found) * len(CHUNKS))
+        pairs = [pair for us in found.values() for pair in zip(us["deft:flatten"], us["deft:node_chunk"], strict=True)]
+        wins = sum(flatten < chunked for flatten, chunked in pairs)
+        text = texts.BLOCKS.format(wins=wins, pairs=len(pairs))
         alt = "Attention time over the size of blocks for node-chunk and flatten, one chart a tree"
         sections.append(Section("Block size (figure 15)", text, figure("Figure 15: block size", panels, alt)))
     return sections

@@ -71,10 +71,10 @@ long paths are split over all multiprocessors; and a prefix that several sequenc
 paper's Radix reads a key once a query head, in one program a sequence and head. Radix is much stronger here, and there
 is less to gain where little is shared""",
     "medusa": """its unfused products go through memory and caches of other speeds than an A100's""",
-    "deft:node": """a node is one item, however long, but takes 64 keys a step, 16 in the paper's kernel, and all heads of
-a group share them""",
-    "deft:node_chunk": """a node is cut at 256 tokens, not 128, and the heads of a group share its keys; flatten's blocks
-have masks to look at where they mix nodes""",
+    "deft:node": """a node is one item, however long, but takes 64 keys a step, 16 in the paper's kernel, and all heads
+of a group share them""",
+    "deft:node_chunk": """a node is cut at 256 tokens, not 128, and the heads of a group share its keys; flatten's
+blocks have masks to look at where they mix nodes""",
     "flash_decoding": "copies of the prompt cost memory and cache, but heads of a group share keys as in Radix",
 }
 """Why a method may stand otherwise beside flatten than in the paper."""

@@ -6,24 +6,22 @@ import heapq
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from treewise.attention import Plan, plan_tree, run_plan
+from treewise.attention import Plan, TreeSpec, plan_tree, run_plan
 from treewise.bench.floors import Machine
 from treewise.bench.measure import time_calls
 from treewise.bench.trees import visible_lengths
-from treewise.plan.data import ENTRY, KV_END, KV_START, ROW_HIGH, ROW_LOW
+from treewise.plan.data import KV_END, KV_START, ROW_HIGH, ROW_LOW
 from treewise.reproduce.deft import published, texts
 from treewise.reproduce.deft.attention import PARTITIONS, Layer
 from treewise.reproduce.deft.tables import NAMES
 from treewise.reproduce.deft.workloads import Setup
 from treewise.reproduce.report import Cell, Compared, Section, Table
-from treewise.reproduce.study import Measurement, Result, Results
+from treewise.reproduce.study import Measurement, Result, Results, attempt
 
 QUERIES, PROMPT = 64, 4000
 PROCESSORS = 132
@@ -52,18 +50,22 @@ def _measure(setup: Setup, layer: Layer) -> Result:
     q = torch.randn(QUERIES, layer.num_heads, layer.head_dim, device=device).to(layer.dtype)
     flops = 4 * int(visible_lengths(tree).sum()) * layer.num_heads * layer.head_dim
     found: Result = {"processors": processors, "methods": {}}
-    for method in PARTITIONS:
-        plan = plan_tree(tree, method, **layer.shape)
 
-        def seconds(one: Plan) -> float:
-            return statistics.median(time_calls(partial(run_plan, one, q, k, v), device, setup.scale.repeats))
+    def seconds(one: TreeSpec, method: str, row_tile: int | None = None) -> tuple[Plan, float]:
+        plan = plan_tree(one, method, row_tile=row_tile, **layer.shape)
+        call = partial(run_plan, plan, q[: one.num_queries], k, v)
+        return plan, statistics.median(time_calls(call, device, setup.scale.repeats))
 
-        whole = seconds(plan)
+    def used(method: str) -> Result:
+        plan, whole = seconds(tree, method)
         sizes = [(int(item[ROW_HIGH] - item[ROW_LOW]), int(item[KV_END] - item[KV_START])) for item in plan.items]
-        alone = {size: max(0.0, seconds(single(plan, sizes.index(size))) - launch) for size in dict.fromkeys(sizes)}
+        alone = {}
+        for rows, tokens in dict.fromkeys(sizes):  # an item of that size, alone: so many queries of one node
+            _, taken = seconds(TreeSpec([-1], [tokens], [0] * rows), "deft:node", rows)
+            alone[rows, tokens] = max(0.0, taken - launch)
         durations = [alone[size] for size in sizes for _ in range(layer.num_kv_heads)]
         idle, low = idle_shares(durations, processors)
-        found["methods"][method] = {
+        return {
             "us": whole * 1e6,
             "matrix": flops / whole / machine.matrix,
             "memory": plan.io().total / whole / machine.bandwidth,
@@ -71,26 +73,12 @@ def _measure(setup: Setup, layer: Layer) -> Result:
             "tflop_per_s": flops / whole / 1e12,
             "idle": idle,
             "low": low,
-            "items": {f"{rows}x{tokens}": number for (rows, tokens), number in Counter(sizes).items()},
+            "items": {f"{rows} × {tokens}": number for (rows, tokens), number in Counter(sizes).items()},
         }
+
+    for method in PARTITIONS:
+        found["methods"][method] = attempt(partial(used, method))
     return found
-
-
-def single(plan: Plan, item: int) -> Plan:
-    """Return a plan that only has one work item of another."""
-    items = plan.items[item : item + 1].copy()
-    items[:, ENTRY] = -1
-    none = np.empty(0, np.int32)
-    return replace(
-        plan,
-        items=items,
-        reduce_rows=none,
-        reduce_indptr=np.zeros(1, np.int32),
-        reduce_entries=none,
-        tensors={},
-        prepared={},
-        accepted_by=set(),
-    ).place()
 
 
 def idle_shares(durations: Sequence[float], processors: int) -> tuple[float, float]:
@@ -129,6 +117,8 @@ def sections(results: Results) -> list[Section]:
         return []
     rows: list[Sequence[Cell]] = []
     for method, one in found["methods"].items():
+        if "error" in one:
+            continue
         said: tuple[Any, ...] = published.UTILISATION.get(method, (None,) * 4)
         rows.append(
             [
