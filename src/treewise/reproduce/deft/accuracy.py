@@ -41,7 +41,7 @@ def accuracy(setup: Setup, text_model: str | None) -> Iterator[Measurement]:
     """Measure errors, and, with the name of a model that has weights, compare texts with Transformers."""
     subject, scale = setup.subject, setup.scale
     dtype = "float16" if subject.device == "cuda" else "float32"
-    settings = {"device": subject.device, "dtype": dtype}
+    settings = {"device": subject.device, "dtype": dtype, "prompt": scale.prompt}
     yield Measurement("errors", "errors of attention", 15.0, partial(_errors, setup, dtype), settings)
     if text_model is not None:
         read = Subject(text_model, "float32", device=subject.device)
@@ -56,9 +56,10 @@ def accuracy(setup: Setup, text_model: str | None) -> Iterator[Measurement]:
 
 def _errors(setup: Setup, dtype: str) -> Result:
     device = setup.subject.place
+    prompt = setup.scale.prompt or PROMPT
     trees = {
-        "few-shot, b = 20": Schedule.few_shot(PROMPT, 20, STEPS).at(STEPS // 2),
-        "star of 64": setup.drafted("star", 64).tree(PROMPT),
+        f"20 branches below {prompt:,} tokens": Schedule.few_shot(prompt, 20, STEPS).at(STEPS // 2),
+        f"star of 64 below {prompt:,} tokens": setup.drafted("star", 64).tree(prompt),
     }
     contenders: list[Contender] = [*(Method(method) for method in METHODS), PEERS["sdpa"]]
     found: Result = {"dtype": dtype, "errors": {}}

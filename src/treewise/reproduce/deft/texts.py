@@ -14,7 +14,7 @@ other.
 """
 
 LATENCY = """
-One layer's attention is timed at evenly spaced steps of each run — on a GPU by CUDA-graph replay with a cold L2 cache —
+One layer's attention is timed at evenly spaced steps of each run — on a GPU by CUDA-graph replay with a cold L2 cache, on a CPU the least of three —
 and summed over all steps and layers (midpoint rule). Attention needs no model. The paper's times are sums of calls with
 launches and device syncs between them, so that seconds are not comparable. *Over flatten*, a method's time over that of
 DeFT-Flatten in the same run, is.
@@ -96,7 +96,8 @@ tiles of 64 rows.
 MODELS = """
 Attention as in table 16, with the heads of these models. The products of a layer (feed-forward, projections) and of the
 head are timed alone for the mean number of rows. *Decode* is attention and products over a whole run: what forwards
-cost at least, without norms, rotation or launches. *A/F* is attention over feed-forward.
+cost at least, without norms, rotation or launches. *A/F* is attention over feed-forward. Ratios are those of whole
+layers also where a share of each layer was measured.
 """
 
 UTILISATION = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from treewise.bench.measure import time_calls
 from treewise.bench.trees import visible_lengths
 from treewise.plan.data import KV_END, KV_START, ROW_HIGH, ROW_LOW
 from treewise.reproduce.deft import published, texts
-from treewise.reproduce.deft.attention import PARTITIONS, Layer
+from treewise.reproduce.deft.attention import PARTITIONS, Layer, typical
 from treewise.reproduce.deft.tables import NAMES
 from treewise.reproduce.deft.workloads import Setup
 from treewise.reproduce.report import Cell, Compared, Section, Table
@@ -45,7 +44,7 @@ def _measure(setup: Setup, layer: Layer) -> Result:
     cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
     nothing = torch.zeros(1, device=device)
-    launch = statistics.median(time_calls(lambda: torch.neg(nothing, out=nothing), device, setup.scale.repeats))
+    launch = typical(time_calls(lambda: torch.neg(nothing, out=nothing), device, setup.scale.repeats), device)
     k, v = layer.pool(tree.num_tokens)
     q = torch.randn(QUERIES, layer.num_heads, layer.head_dim, device=device).to(layer.dtype)
     flops = 4 * int(visible_lengths(tree).sum()) * layer.num_heads * layer.head_dim
@@ -54,7 +53,7 @@ def _measure(setup: Setup, layer: Layer) -> Result:
     def seconds(one: TreeSpec, method: str, row_tile: int | None = None) -> tuple[Plan, float]:
         plan = plan_tree(one, method, row_tile=row_tile, **layer.shape)
         call = partial(run_plan, plan, q[: one.num_queries], k, v)
-        return plan, statistics.median(time_calls(call, device, setup.scale.repeats))
+        return plan, typical(time_calls(call, device, setup.scale.repeats), device)
 
     def used(method: str) -> Result:
         plan, whole = seconds(tree, method)

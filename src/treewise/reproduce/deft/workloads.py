@@ -13,8 +13,8 @@ from treewise.reproduce.deft.published import COLUMNS
 Work = Schedule | Speculation
 PROMPT = 4000
 """Tokens of a few-shot prompt."""
-STEPS = 399
-"""Decode steps of few-shot prompts, and tokens a branch but one."""
+STEPS = 400
+"""Decode steps of few-shot prompts, as many as the paper's bytes are of; its times are of one less."""
 TOTAL = 6000
 """Tokens at which speculation ends."""
 WIDTHS = (20, 30, 50)
@@ -34,7 +34,7 @@ class Scale:
     samples : int
         Steps of a workload at which attention is timed.
     repeats : int
-        Timings at each, the median of which counts.
+        Timings at each.
     tree_samples : int
         Recorded trees of a task that attention is timed on, the first ones.
     trees : int
@@ -49,6 +49,8 @@ class Scale:
         Steps of a line in a figure.
     answer : int
         Tokens that are compared with Transformers.
+    share : int
+        Other models' layers are measured as one of so many devices has them that share a model out.
     """
 
     samples: int = 10
@@ -60,9 +62,12 @@ class Scale:
     others: bool = True
     points: int = 60
     answer: int = 400
+    share: int = 1
 
 
-QUICK = Scale(samples=1, repeats=2, tree_samples=1, trees=1, max_steps=4, prompt=128, others=False, points=8, answer=32)
+QUICK = Scale(
+    samples=1, repeats=3, tree_samples=1, trees=1, max_steps=4, prompt=128, others=False, points=8, answer=32, share=4
+)
 
 
 @dataclass(frozen=True)
