@@ -98,7 +98,7 @@ class Layer:
         return k, v
 
     def seconds(self, tree: TreeSpec, method: str, repeats: int, chunk: int | None = None) -> float:
-        """Time one layer of one step: the median of graph replays with a cold L2 cache on a GPU, else the least time."""
+        """Time one layer of one step; on a GPU by graph replays with a cold L2 cache."""
         plan = plan_tree(tree, method, chunk=chunk, **self.shape)
         k, v = self.pool(tree.num_tokens)
         q = torch.randn(tree.num_queries, self.num_heads, self.head_dim, device=self.device).to(self.dtype)

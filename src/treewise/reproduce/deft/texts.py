@@ -14,10 +14,10 @@ other.
 """
 
 LATENCY = """
-One layer's attention is timed at evenly spaced steps of each run — on a GPU by CUDA-graph replay with a cold L2 cache, on a CPU the least of three —
-and summed over all steps and layers (midpoint rule). Attention needs no model. The paper's times are sums of calls with
-launches and device syncs between them, so that seconds are not comparable. *Over flatten*, a method's time over that of
-DeFT-Flatten in the same run, is.
+One layer's attention is timed at evenly spaced steps of each run, and summed over all steps and layers (midpoint rule).
+On a GPU a time is the median of CUDA-graph replays with a cold L2 cache, on a CPU the least of a few. Attention needs
+no model. The paper's times are sums of calls with launches and device syncs between them, so that seconds are not
+comparable. *Over flatten*, a method's time over that of DeFT-Flatten in the same run, is.
 
 Flash-Decoding has no pages: each sequence holds a copy of its whole path, as in the paper. Where those of all layers do
 not fit beside each other, it is out of memory (OOM). Medusa passes all scores through memory, and SpecInfer reads the
