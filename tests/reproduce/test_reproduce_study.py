@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from treewise.reproduce.report import Section
-from treewise.reproduce.study import Measurement, Study, carry_out, read_records
+from treewise.reproduce.study import Measurement, Study, carry_out, check, read_records
 
 CPU = torch.device("cpu")
 
@@ -66,6 +66,9 @@ def test_lack_of_memory_is_a_result_and_other_failures_are_tried_again(tmp_path,
     results = carry_out(study(lacking, broken, counted(calls, "after")), tmp_path, CPU)
     assert results["big"]["out_of_memory"] is True and "RuntimeError: odd" in results["odd"]["error"]
     assert results["after"] == {"value": 1}
+    with pytest.raises(SystemExit):
+        check(results)
+    check({"big": results["big"], "after": results["after"]})
     page = (tmp_path / "report.md").read_text("utf-8")
     assert "failed: measure big: out of memory" in page and "failed: measure odd: RuntimeError: odd" in page
     capsys.readouterr()

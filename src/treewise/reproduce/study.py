@@ -144,6 +144,12 @@ def carry_out(study: Study, out: Path, device: torch.device, minutes: float | No
     return {key: record["result"] for key, record in records.items()}
 
 
+def check(results: Results) -> None:
+    """Exit with code 1 if a measurement failed for want of anything but memory: the report is there all the same."""
+    if any("error" in result and "out_of_memory" not in result for result in results.values()):
+        sys.exit(1)
+
+
 def write_report(
     title: str,
     report: Callable[[Results], list[Section]],

@@ -141,6 +141,7 @@ def over_runs(
     """
     chosen = samples(works, count)
     found: Result = {
+        "device": layer.device.type,
         "steps": mean_steps(works),
         "layers": layer.num_layers,
         "samples": [{"queries": tree.num_queries, "tokens": tree.num_tokens, "steps": each} for tree, each in chosen],

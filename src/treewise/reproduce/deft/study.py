@@ -16,7 +16,7 @@ from treewise.reproduce.deft import accuracy, attention, models, runs, texts, tr
 from treewise.reproduce.deft.attention import Layer
 from treewise.reproduce.deft.workloads import QUICK, Scale, Setup
 from treewise.reproduce.report import Section
-from treewise.reproduce.study import Measurement, Results, Study, carry_out
+from treewise.reproduce.study import Measurement, Results, Study, carry_out, check
 
 TITLE = "DeFT, reproduced"
 
@@ -80,6 +80,8 @@ def deft(
     was ended goes on where it was. Whole runs of all recorded trees take hours; `--quick`, or `--max-steps` and
     `--trees`, run a part of them, and say so. Attention alone is timed at evenly spaced steps of whole runs always.
 
+    If a measurement fails, the others go on, and the exit code is 1 at the end.
+
     Parameters
     ----------
     device
@@ -116,7 +118,7 @@ def deft(
     setup = Setup(subject, scale, load_recordings(file))
     layer = Layer.of(subject, subject.config())
     bench = Bench(setup, layer, runs.Engines(setup), text_model)
-    carry_out(study(bench, only), out, subject.place, minutes)
+    check(carry_out(study(bench, only), out, subject.place, minutes))
 
 
 def study(bench: Bench, only: str = "") -> Study:

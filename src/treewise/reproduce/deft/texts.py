@@ -77,7 +77,11 @@ of a group share them""",
 blocks have masks to look at where they mix nodes""",
     "flash_decoding": "copies of the prompt cost memory and cache, but heads of a group share keys as in Radix",
 }
-"""Why a method may stand otherwise beside flatten than in the paper."""
+"""Why a method may stand otherwise beside flatten on a GPU than in the paper."""
+
+ON_CPU = """items are calls of PyTorch's attention, one after the other; large ones are the most efficient, and there
+are no idle multiprocessors for which it would pay to cut them"""
+"""The same on a CPU."""
 
 SNAPSHOT = """
 Counted from the plans of one layer, 32 heads of 128 in 2 bytes, keys and values once a query head, as the paper counts.
@@ -103,8 +107,8 @@ layers also where a share of each layer was measured.
 UTILISATION = """
 One layer, {queries} queries below a prompt of {prompt:,} tokens. Rates are shares of those of a large matrix product
 and a large copy on the same device in the same run; the bytes are all that the plan moves. The paper asked Nsight. Here
-each kind of work item is timed alone, less a launch, and the items are handed to {processors} multiprocessors in their
-order (on a CPU: as if it had so many). *Idle processors*: the share of their time without work. *Time of low use*: the
+each kind of work item is timed alone, less a launch, and the items are handed to {processors} multiprocessors (on a
+CPU: threads) in their order. *Idle processors*: the share of their time without work. *Time of low use*: the
 share of the time in which less than 5 % of them have any.
 """
 

@@ -23,8 +23,6 @@ from treewise.reproduce.report import Cell, Compared, Section, Table
 from treewise.reproduce.study import Measurement, Result, Results, attempt
 
 QUERIES, PROMPT = 64, 4000
-PROCESSORS = 132
-"""Of an H200, which are assumed where there is no GPU."""
 LOW = 0.05
 """The paper calls a time one of low utilisation if less than this share of the arithmetic is used."""
 
@@ -42,7 +40,7 @@ def _measure(setup: Setup, layer: Layer) -> Result:
     tree, device = setup.drafted("star", QUERIES).tree(PROMPT), layer.device
     machine = Machine(device, layer.dtype)
     cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else torch.get_num_threads()
     nothing = torch.zeros(1, device=device)
     launch = typical(time_calls(lambda: torch.neg(nothing, out=nothing), device, setup.scale.repeats), device)
     k, v = layer.pool(tree.num_tokens)
