@@ -51,6 +51,7 @@ SHOWN = {
     "few-shot-20": (1.68, 17.6),
     "few-shot-30": (2.10, 26.4),
     "few-shot-50": (2.94, 44.1),
+    "sorting": (12.40, 59.94),
     "document": (10.57, 39.73),
     "keyword": (0.58, 4.68),
     "set": (1.04, 7.01),
@@ -64,7 +65,8 @@ SHOWN = {
 
 @needs_recordings
 @pytest.mark.parametrize(
-    "workload", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("document", "set"))) for name in SHOWN]
+    "workload",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("sorting", "document", "set"))) for name in SHOWN],
 )
 def test_bytes_of_whole_runs_are_the_published_ones_to_the_digit(workload):
     setup = Setup(Subject("shape:tiny"), QUICK, load_recordings(SHARED / "deft_trees.json.gz"))

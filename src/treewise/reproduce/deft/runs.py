@@ -95,9 +95,11 @@ def runs(setup: Setup, layer: Layer, engines: Engines) -> Iterator[Measurement]:
             )
 
 
-def can_wait(measurement: Measurement) -> bool:
-    """Tell whether a measurement is one of the less telling methods' whole requests, which come last."""
-    return measurement.key.startswith("run-") and not measurement.key.endswith(PAIR)
+def can_wait(measurement: Measurement) -> int:
+    """Return a measurement's place: last come bytes, which no device changes, before them the less telling requests."""
+    if measurement.key.startswith("io-"):
+        return 2
+    return int(measurement.key.startswith("run-") and not measurement.key.endswith(PAIR))
 
 
 def _run_all(setup: Setup, layer: Layer, engines: Engines, method: str, workloads: Sequence[str]) -> Result:
