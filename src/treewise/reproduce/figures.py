@@ -24,8 +24,8 @@ class Panel:
     curves : mapping of str to (sequence of float, sequence of float)
         By name in the legend, places and heights. A name has the same colour in all panels of a figure.
     log_x, log_y : bool
-    marks : bool
-        Whether each point has a mark.
+    marks, joined : bool
+        Whether each point has a mark, and a line to the next.
     """
 
     title: str
@@ -35,6 +35,7 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     marks: bool = True
+    joined: bool = True
 
 
 def figure(title: str, panels: Sequence[Panel], alt: str, note: str = "") -> list[Figure]:
@@ -44,6 +45,7 @@ def figure(title: str, panels: Sequence[Panel], alt: str, note: str = "") -> lis
         return []
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.ticker import LogLocator
 
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
@@ -54,10 +56,9 @@ def figure(title: str, panels: Sequence[Panel], alt: str, note: str = "") -> lis
         for panel, area in zip(panels, axes, strict=False):
             for name, (places, heights) in panel.curves.items():
                 number = names.index(name)
-                marker = MARKERS[number % len(MARKERS)] if panel.marks else None
-                area.plot(
-                    places, heights, color=COLOURS[number % len(COLOURS)], marker=marker, markersize=4, label=name
-                )
+                style = {"color": COLOURS[number % len(COLOURS)], "linestyle": "-" if panel.joined else ""}
+                marker = MARKERS[number % len(MARKERS)] if panel.marks else ""
+                area.plot(places, heights, label=name, marker=marker, markersize=4, **style)
             area.set_title(panel.title, fontsize=9, loc="left")
             area.set_xlabel(panel.x)
             area.set_ylabel(panel.y)
@@ -68,7 +69,9 @@ def figure(title: str, panels: Sequence[Panel], alt: str, note: str = "") -> lis
                 area.xaxis.set_major_formatter("{x:,g}")
             if panel.log_y:
                 area.set_yscale("log")
+                area.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 area.yaxis.set_major_formatter("{x:g}")
+                area.yaxis.set_minor_formatter("")
             else:
                 area.set_ylim(bottom=0)
             area.legend(fontsize=7, frameon=False)

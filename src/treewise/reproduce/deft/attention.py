@@ -18,7 +18,7 @@ from treewise.bench.trees import visible_lengths
 from treewise.config import ModelConfig
 from treewise.replay import Schedule
 from treewise.reproduce.deft import published, texts
-from treewise.reproduce.deft.tables import against_flatten
+from treewise.reproduce.deft.tables import NAMES, against_flatten
 from treewise.reproduce.deft.workloads import (
     METHODS,
     PROMPT,
@@ -253,7 +253,7 @@ def by_prompt_sections(results: Results) -> list[Section]:
     panels = []
     for size in (32, 64):
         curves = {
-            method: (
+            NAMES[method]: (
                 list(SPECULATION_PROMPTS),
                 [
                     found["speculation"][f"{prompt}-{size}"]["methods"][method].get("seconds", float("nan"))
@@ -335,12 +335,19 @@ def figures_sections(results: Results) -> list[Section]:
         node_over = [node / flat for node, flat in zip(us["deft:node"], us["deft:flatten"], strict=True)]
         related = float(np.corrcoef(found["length_deviation"], node_over)[0, 1])
         panels = [
-            Panel("sorting, tree 0", "step", "attention of a layer, µs", {m: (steps, us[m]) for m in us}, marks=False),
+            Panel(
+                "sorting, tree 0",
+                "step",
+                "attention of a layer, µs",
+                {NAMES[method]: (steps, us[method]) for method in us},
+                marks=False,
+            ),
             Panel(
                 "node over flatten, by how uneven nodes are",
                 "standard deviation of node lengths, tokens",
                 "deft:node / deft:flatten",
                 {"a step": (found["length_deviation"], node_over)},
+                joined=False,
             ),
             Panel(
                 "the tree",
@@ -350,7 +357,6 @@ def figures_sections(results: Results) -> list[Section]:
                 marks=False,
             ),
         ]
-        panels[1] = _sorted_curve(panels[1])
         text = texts.ITERATIONS.format(related=related, least=min(node_over), most=max(node_over))
         alt = "Attention time of node and flatten at each step of one sorting tree, and their ratio"
         sections.append(
@@ -361,22 +367,15 @@ def figures_sections(results: Results) -> list[Section]:
             )
         )
     if "10" in (found := results.get("widths", {})):
-        curves = {
-            method: (
-                list(ALL_WIDTHS),
-                [statistics.fmean(found[str(width)]["us"][method]) for width in ALL_WIDTHS],
-            )
+        heights = {
+            method: [statistics.fmean(found[str(width)]["us"][method]) for width in ALL_WIDTHS]
             for method in ("radix", "deft:flatten")
         }
-        over = {
-            "Radix over flatten": (
-                list(ALL_WIDTHS),
-                [radix / flat for radix, flat in zip(curves["radix"][1], curves["deft:flatten"][1], strict=True)],
-            )
-        }
+        over = [radix / flat for radix, flat in zip(heights["radix"], heights["deft:flatten"], strict=True)]
+        curves = {NAMES[method]: (list(ALL_WIDTHS), each) for method, each in heights.items()}
         panels = [
             Panel("4,000-token prompt", "branches", "attention of a layer, µs", curves),
-            Panel("what sharing is worth", "branches", "times as fast", over),
+            Panel("what sharing is worth", "branches", "times", {"Radix over flatten": (list(ALL_WIDTHS), over)}),
         ]
         parts = figure(
             "Figure 14: attention by the tree's width",
@@ -392,7 +391,7 @@ def figures_sections(results: Results) -> list[Section]:
                 name,
                 "tokens a block",
                 "attention of a layer, µs",
-                {method: (list(CHUNKS), us[method]) for method in us},
+                {NAMES[method]: (list(CHUNKS), us[method]) for method in us},
                 log_x=True,
             )
             for name, us in found.items()
@@ -403,15 +402,6 @@ def figures_sections(results: Results) -> list[Section]:
         alt = "Attention time over the size of blocks for node-chunk and flatten, one chart a tree"
         sections.append(Section("Block size (figure 15)", text, figure("Figure 15: block size", panels, alt)))
     return sections
-
-
-def _sorted_curve(panel: Panel) -> Panel:
-    """Put the points of a scatter in the order of their places."""
-    curves = {}
-    for name, (places, heights) in panel.curves.items():
-        order = np.argsort(places)
-        curves[name] = [places[i] for i in order], [heights[i] for i in order]
-    return Panel(panel.title, panel.x, panel.y, curves)
 
 
 def _radix_over_flatten(found: Mapping[str, Any]) -> float | None:
