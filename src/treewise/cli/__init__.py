@@ -47,6 +47,7 @@ quality.command("treewise.cli.evaluate:heads", help="Which heads of a model need
 app.command(quality)
 reproduce = App(name="reproduce", help="Published tables and figures, measured here, in one report.")
 reproduce.command("treewise.reproduce.deft.study:deft", help="The DeFT paper's: attention and decoding of trees.")
+reproduce.command("treewise.reproduce.sparsity.study:sparsity", help="An account of KV sparsity in vLLM.")
 reproduce.command("treewise.reproduce.again:report", help="Write a report again from what was measured.")
 app.command(reproduce)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from treewise.reproduce.deft import study as deft
+from treewise.reproduce.sparsity import study as sparsity
 from treewise.reproduce.study import read_records, write_report
 
-STUDIES = {"deft": (deft.TITLE, deft.report)}
+STUDIES = {"deft": (deft.TITLE, deft.report), "sparsity": (sparsity.TITLE, sparsity.report)}
 """Title and sections of each study, by its name in the records."""
 
 

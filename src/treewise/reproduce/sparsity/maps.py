@@ -176,7 +176,7 @@ def measurements(models: Sequence[str], tokens: int) -> list[Measurement]:
             f"activations and attention of {_short(name)}",
             0.02 * tokens,
             partial(measure, name),
-            {"model": name, "tokens": tokens},
+            {"model": _short(name), "tokens": tokens},
         )
         for name in models
     ]

@@ -20,7 +20,7 @@ from treewise.reproduce.sparsity import maps, protocol, quality, serving, tasks
 from treewise.reproduce.sparsity.quality import POLICIES, QUICK_POLICIES, Quality, grid_policies
 from treewise.reproduce.sparsity.serving import Service
 from treewise.reproduce.sparsity.tasks import BENCHMARKS, QUICK_BENCHMARKS, Benchmark
-from treewise.reproduce.study import Measurement, Results, Study, carry_out, read_records, write_report
+from treewise.reproduce.study import Measurement, Results, Study, carry_out
 
 TITLE = "KV sparsity, reproduced"
 PARTS = ("serving", "policies", "grid", "maps", "tasks")
@@ -32,7 +32,7 @@ def sparsity(
     *,
     device: str = "cpu",
     quick: bool = False,
-    out: Path = Path("reproduce-sparsity"),
+    out: Path = Path("reproduced/sparsity"),
     minutes: float | None = None,
     only: str | None = None,
     models: str = SMALL,
@@ -56,19 +56,17 @@ def sparsity(
     minutes
         What would take longer than is left is not begun.
     only
-        Parts to measure, with commas between: serving, policies, grid, maps, tasks. The report is of all results that
-        lie in the folder, whatever their settings: parts may be measured on different machines.
+        Parts to measure, with commas between: serving, policies, grid, maps, tasks. `treewise reproduce report` writes
+        the report of all that lies in the folder, on whichever machines it was measured.
     models
         Real models with commas between, by built-in names, folders or GGUF files. Losses are those of the first.
     """
     parts = tuple(dict.fromkeys(only.split(","))) if only is not None else PARTS
     check_names("only", parts, PARTS)
     place = check_device(device)
-    check_matplotlib()
+    check_matplotlib("reproduce")
     study = make_plan(tuple(dict.fromkeys(models.split(","))), device, quick).study(parts)
     carry_out(study, out, place, minutes)
-    if only is not None:
-        write_report(study.title, study.report, read_records(out), out)
 
 
 @dataclass(frozen=True)
