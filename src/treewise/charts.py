@@ -8,7 +8,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 """Told apart by people who see few colours too."""
 
 
-def check_matplotlib(field: str = "png") -> None:
-    """Raise ValueError, which names the field that wants it, if there is no matplotlib."""
+def check_matplotlib() -> None:
+    """Raise ValueError if there is no matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{field}: needs matplotlib; pip install 'treewise[bench]'")
+        raise ValueError("png: needs matplotlib; pip install 'treewise[bench]'")

@@ -1,9 +1,9 @@
-"""Line charts of a report, as SVG."""
+"""Pictures of a report: line charts as SVG, and what others draw."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 
@@ -80,3 +80,8 @@ def figure(title: str, panels: Sequence[Panel], alt: str, note: str = "") -> lis
         picture = BytesIO()
         canvas.savefig(picture, format="svg", metadata={"Date": None})
     return [Figure(title, picture.getvalue(), alt, note)]
+
+
+def drawn(title: str, picture: Callable[[], bytes], alt: str, note: str = "") -> list[Figure]:
+    """Return the figure of what is drawn with matplotlib, nothing without it."""
+    return [Figure(title, picture(), alt, note)] if importlib.util.find_spec("matplotlib") else []

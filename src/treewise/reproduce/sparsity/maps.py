@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -18,6 +18,7 @@ from treewise.evaluate.cache import Held, weigh
 from treewise.evaluate.tasks import TASKS, make
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.ops import Heads, rotate
+from treewise.reproduce.figures import Panel, drawn, figure
 from treewise.reproduce.report import Cell, Figure, Section, Table, slug
 from treewise.reproduce.study import Measurement, Results
 
@@ -200,30 +201,26 @@ def sections(results: Results) -> list[Section]:
         return [Section(heading, lead + "\n\nNothing was measured.")]
     parts: list[Table | Figure] = []
     for name, facts in found.items():
-        parts += [
-            _table(name, facts),
-            Figure(
-                f"Activations by layer of {name}",
-                draw_activations(name, facts),
-                "Magnitudes of the three largest activations and of the median by layer, and a surface of the "
-                "magnitudes over tokens and dimensions in the layer with the largest.",
-                "The account's figure 1. Layers are counted from 0; their activations are those of the residual stream "
-                "that enters them.",
-            ),
-            Figure(
-                f"Attention by layer of {name}",
-                draw_attention(name, facts),
-                "Maps of six layers: what each query looks at, in the mean of heads.",
-                "The account's figure 2.",
-            ),
-        ]
-    parts.append(
-        Figure(
-            "Concentration of attention by depth",
-            draw_concentration(found),
-            "By depth: the share of attention on the first tokens, on the last ones, and how many tokens get most.",
-            "Means of heads and of the queries of the text's second half.",
+        parts.append(_table(name, facts))
+        parts += drawn(
+            f"Activations by layer of {name}",
+            partial(draw_activations, name, facts),
+            "Magnitudes of the three largest activations and of the median by layer, and a surface of the magnitudes "
+            "over tokens and dimensions in the layer with the largest.",
+            "The account's figure 1. Layers are counted from 0; their activations are those of the residual stream "
+            "that enters them.",
         )
+        parts += drawn(
+            f"Attention by layer of {name}",
+            partial(draw_attention, name, facts),
+            "Maps of six layers: what each query looks at, in the mean of heads.",
+            "The account's figure 2.",
+        )
+    parts += figure(
+        "Concentration of attention by depth",
+        list(panels(found)),
+        "By depth: the share of attention on the first tokens, on the last ones, and how many tokens get most.",
+        "Depth: a layer's number over that of the last. Means of heads and of the queries of the text's second half.",
     )
     verdicts = [f"- {name}: {_verdict(facts)}" for name, facts in found.items()]
     return [Section(heading, lead + "\n\n" + "\n".join(verdicts), parts)]
@@ -248,14 +245,16 @@ def _span(layers: Sequence[int]) -> str:
     Examples
     --------
     >>> _span([1, 2, 3, 7]), _span([])
-    ('layers 1–3, 7', 'no layers')
+    ('layers 1–3, 7', 'no layer')
     """
     if not layers:
-        return "no layers"
+        return "no layer"
     starts = [layer for layer in layers if layer - 1 not in layers]
     ends = [layer for layer in layers if layer + 1 not in layers]
-    return "layers " + ", ".join(
-        str(start) if start == end else f"{start}–{end}" for start, end in zip(starts, ends, strict=True)
+    return (
+        "layer " * (len(layers) == 1)
+        + "layers " * (len(layers) > 1)
+        + ", ".join(str(start) if start == end else f"{start}–{end}" for start, end in zip(starts, ends, strict=True))
     )
 
 
@@ -343,28 +342,20 @@ def draw_attention(name: str, facts: Facts) -> bytes:
     return _png(figure)
 
 
-def draw_concentration(facts: dict[str, Facts]) -> bytes:
-    """Draw, for each model by its name, on how few tokens attention is spent in each layer; a PNG."""
-    from matplotlib.figure import Figure as Picture
-
-    figure = Picture(figsize=(12, 3.6), layout="constrained")
+def panels(facts: Mapping[str, Facts]) -> Iterator[Panel]:
+    """Yield charts of how few tokens attention is spent on in each layer, a line a model."""
     measures = {
-        "sinks": f"share on the first {SINKS} tokens",
-        "near": f"share on the last {NEAR} tokens",
-        "spread": f"share of tokens that get {MASS:.0%} of it",
+        "sinks": f"share of attention on the first {SINKS} tokens",
+        "near": f"share of attention on the last {NEAR} tokens",
+        "spread": f"share of tokens that get {MASS:.0%} of attention",
+        "effective": "tokens, by the entropy of attention",
     }
-    for axes, (measure, label) in zip(figure.subplots(1, len(measures)), measures.items(), strict=True):
-        for number, (name, own) in enumerate(facts.items()):
+    for measure, label in measures.items():
+        lines = {}
+        for name, own in facts.items():
             values = [layer[measure] for layer in own["layers"]]
-            depths = np.linspace(0, 1, len(values))
-            axes.plot(depths, values, marker="o", markersize=3, color=COLOURS[number % len(COLOURS)], label=name)
-        axes.set_title(label, fontsize=9, loc="left")
-        axes.set_xlabel("depth: layer over the last layer")
-        axes.set_ylim(-0.02, 1.02)
-        axes.grid(color="#eeeeee")
-    figure.axes[0].set_ylabel("share (1 = all of it)")
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    return _png(figure)
+            lines[name] = (np.linspace(0, 1, len(values)).tolist(), values)
+        yield Panel(label, "depth", label, lines, log_y=measure == "effective")
 
 
 def _sides(facts: Facts, values: NDArray[Any]) -> list[tuple[int, int]]:

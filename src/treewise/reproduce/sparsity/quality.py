@@ -16,6 +16,7 @@ from treewise.evaluate.summary import BASELINE, summarise
 from treewise.evaluate.trial import MODES, ORACLE, Row
 from treewise.models import CausalLM, Tokenizer, load_model
 from treewise.models.load import load_config
+from treewise.reproduce.figures import drawn
 from treewise.reproduce.report import Cell, Figure, Section, Table
 from treewise.reproduce.study import Measurement, Results
 
@@ -159,8 +160,9 @@ def policies_section(results: Results, published: Mapping[str, Any]) -> Section:
     if (summed := summary(results, "policies")) is None:
         return Section(heading, lead + "\n\nNothing was measured.")
     facts, cells = summed
-    model = facts["model"]
-    lead += f"\n\n{model} in float32 on a CPU, texts of {facts['tokens']} tokens, {facts['seeds']} of each task."
+    lead += (
+        f"\n\n{facts['model']} in float32 on a CPU, texts of {facts['tokens']} tokens, {facts['seeds']} of each task."
+    )
     parts: list[Table | Figure] = []
     for mode in dict.fromkeys(cell["mode"] for cell in cells):
         whole = [cell for cell in cells if (cell["mode"], cell["task"]) == (mode, "all") and cell["policy"] != "full"]
@@ -174,17 +176,19 @@ def policies_section(results: Results, published: Mapping[str, Any]) -> Section:
                 "interval of top-1 over seeds.",
             )
         )
-    drawn = BytesIO()
-    draw({"model": model, "tokens": facts["tokens"], "seeds": facts["seeds"], "results": cells}, drawn)
-    parts.append(
-        Figure(
-            "Policies over bytes held",
-            drawn.getvalue(),
-            "KL, top-1 agreement and recall over the share of bytes held, a line a policy, a row a way to ask.",
-            "Bands are bootstrap intervals over seeds.",
-        )
+    parts += drawn(
+        "Policies over bytes held",
+        partial(_curves, facts, cells),
+        "KL, top-1 agreement and recall over the share of bytes held, a line a policy, a row a way to ask.",
+        "Bands are bootstrap intervals over seeds.",
     )
     return Section(heading, lead + "\n\n" + _verdict(cells, published["account"]), parts)
+
+
+def _curves(facts: Facts, cells: Sequence[Facts]) -> bytes:
+    picture = BytesIO()
+    draw({**facts, "results": cells}, picture)
+    return picture.getvalue()
 
 
 def _line(cell: Facts) -> list[Cell]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
-from io import BytesIO
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +16,15 @@ from treewise.bench.engines import OTHERS, Room
 from treewise.bench.loads import Demand, Load, run_batches, run_load
 from treewise.bench.runs import Facts, Run
 from treewise.bench.subject import Loaded, Subject
-from treewise.charts import COLOURS
+from treewise.reproduce.figures import Panel, figure
 from treewise.reproduce.report import Cell as TableCell
 from treewise.reproduce.report import Compared, Figure, Section, Table
 from treewise.reproduce.study import Measurement, Results
 from treewise.sparsity.policy import KVSparsity
 
 DENSE = "dense"
+BEFORE = "vLLM 0.26.0, at another time"
+LEVELS = "requests at a time"
 WHOLE = 4000
 """Tokens of a prompt in the account; what is asked here may be scaled down."""
 NEVER_AGAIN = 24
@@ -169,6 +170,12 @@ class Service:
         requests = self.rounds * cell.level
         return requests * (self.input_tokens * token + self.output_tokens * (step / rows + row))
 
+    def making(self, cell: Cell, loaded: bool) -> float:
+        """Estimate what it takes to make an engine and warm it up, and to load the model if that is still to do."""
+        if self.subject.device != "cuda":
+            return self.seconds(replace(cell, level=self.levels[0])) / 2
+        return (90.0 if cell.engine in OTHERS else 15.0) + (0.0 if loaded else 40.0)
+
 
 class Serving:
     """Engines around one model, each made and warmed up when it is first asked for.
@@ -272,11 +279,10 @@ def measurements(service: Service, loaded: Loaded | None = None) -> list[Measure
     """Return what there is to measure, vLLM included where it is installed and there is a GPU."""
     serving = Serving(service, loaded)
     others = ("vllm",) if service.subject.device == "cuda" and find_spec("vllm") else ()
-    making = 15.0 if service.subject.device == "cuda" else 2.0
     made: set[tuple[str, str]] = set()
     found = []
     for cell in service.cells(others):
-        seconds = service.seconds(cell) + making * ((cell.pool, cell.engine) not in made)
+        seconds = service.seconds(cell) + ((cell.pool, cell.engine) not in made) * service.making(cell, bool(made))
         made.add((cell.pool, cell.engine))
         title = f"{cell.level} at once, {cell.pool} pool, {cell.engine}"
         found.append(Measurement(cell.key, title, seconds, partial(serving.run, cell), service.settings(cell)))
@@ -307,14 +313,13 @@ def sections(results: Results, published: Mapping[str, Any]) -> list[Section]:
         "prefix cache is off. Every engine was warmed up."
     )
     parts: list[Table | Figure] = [_versus(measured, account, whole), _everything(cells, published["vllm"], whole)]
-    parts.append(
-        Figure(
-            "Throughput and first token over concurrency",
-            draw(measured, published["vllm"]["results"] if whole and facts["device"] == "cuda" else ()),
-            "Output tokens a second and median seconds to the first token over requests at a time, a line an engine, "
-            "for the starved and the ample pool.",
-            "Above: output tokens a second. Below: seconds to the first token, median.",
-        )
+    known = published["vllm"]["results"] if whole and facts["device"] == "cuda" else []
+    parts += figure(
+        "Throughput and first token over concurrency",
+        list(panels(measured, known)),
+        "Output tokens a second and median seconds to the first token over requests at a time, a line an engine, for "
+        "the starved and the ample pool.",
+        "vLLM: " + published["vllm"]["source"] + "." if known else "",
     )
     return [Section(heading, lead + "\n\n" + _verdict(measured, account), parts)]
 
@@ -409,40 +414,29 @@ def _fits(cell: Cell, facts: Facts) -> bool:
     return bool(cell.level * (facts["input_tokens"] + facts["output_tokens"]) <= facts["kv_tokens"])
 
 
-def draw(measured: Mapping[Cell, Facts], vllm: Iterable[Mapping[str, Any]]) -> bytes:
-    """Draw tokens a second and waits over requests at a time, a line an engine and a column a pool; a PNG."""
-    from matplotlib.figure import Figure as Picture
+def panels(measured: Mapping[Cell, Facts], vllm: Iterable[Mapping[str, Any]]) -> Iterator[Panel]:
+    """Yield charts of tokens a second and of waits, for each pool; `vllm` are rows of what was measured before."""
+    engines = dict.fromkeys(cell.engine for cell in _ordered(measured))
+    for pool in ("starved", "ample"):
+        speeds: dict[str, dict[int, float]] = {engine: {} for engine in engines}
+        waits: dict[str, dict[int, float]] = {engine: {} for engine in engines}
+        for cell in _ordered(measured):
+            facts = measured[cell]
+            if cell.pool == pool or _fits(cell, facts):
+                speeds[cell.engine][cell.level] = facts["tokens_per_s"]
+                if facts.get("ttft_s"):
+                    waits[cell.engine][cell.level] = facts["ttft_s"]["p50"]
+        for row in vllm:
+            if row["pool"] == pool:
+                speeds.setdefault(BEFORE, {})[row["level"]] = row["tokens_per_s"]
+                waits.setdefault(BEFORE, {})[row["level"]] = row["ttft_p50_s"]
+        yield Panel(f"{pool} pool", LEVELS, "output tokens a second", _lines(speeds))
+        yield Panel(f"{pool} pool", LEVELS, "seconds to the first token, median", _lines(waits), log_y=True)
 
-    picture = Picture(figsize=(10, 7), layout="constrained")
-    grid = picture.subplots(2, 2, sharex=True, sharey="row")
-    engines = list(dict.fromkeys(cell.engine for cell in _ordered(measured)))
-    others = list(vllm)
-    for (speed, wait), pool in zip(grid.T, ("starved", "ample"), strict=True):
-        for number, engine in enumerate(engines):
-            own = {
-                cell.level: facts
-                for cell, facts in sorted(measured.items(), key=lambda item: item[0].pool == pool)
-                if cell.engine == engine and (cell.pool == pool or _fits(cell, facts))
-            }
-            own = dict(sorted(own.items()))
-            style = {"marker": "o", "color": COLOURS[number % len(COLOURS)], "label": engine}
-            speed.plot(list(own), [facts["tokens_per_s"] for facts in own.values()], **style)
-            waits = {level: facts["ttft_s"]["p50"] for level, facts in own.items() if facts.get("ttft_s")}
-            wait.plot(list(waits), list(waits.values()), **style)
-        rows = [row for row in others if row["pool"] == pool]
-        style = {"marker": "x", "linestyle": "--", "color": "#777777", "label": "vLLM 0.26.0, at another time"}
-        if rows:
-            speed.plot([row["level"] for row in rows], [row["tokens_per_s"] for row in rows], **style)
-            wait.plot([row["level"] for row in rows], [row["ttft_p50_s"] for row in rows], **style)
-        speed.set_title(f"{pool} pool", fontsize=10, loc="left")
-        wait.set_xlabel("requests at a time")
-        wait.set_yscale("log")
-        for axes in (speed, wait):
-            axes.grid(color="#eeeeee")
-    grid[0, 0].set_ylabel("output tokens a second")
-    grid[0, 0].set_ylim(bottom=0)
-    grid[1, 0].set_ylabel("seconds to the first token, median")
-    grid[0, 0].legend(fontsize=8, frameon=False)
-    file = BytesIO()
-    picture.savefig(file, format="png", dpi=110)
-    return file.getvalue()
+
+def _lines(values: Mapping[str, Mapping[int, float]]) -> dict[str, tuple[list[float], list[float]]]:
+    return {
+        name: (list(map(float, sorted(own))), [own[level] for level in sorted(own)])
+        for name, own in values.items()
+        if own
+    }

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from treewise.bench.measure import check_device
 from treewise.bench.subject import Subject
-from treewise.charts import check_matplotlib
 from treewise.evaluate.study import Study as Comparison
 from treewise.evaluate.study import check_names
 from treewise.models.load import load_config
@@ -64,7 +63,6 @@ def sparsity(
     parts = tuple(dict.fromkeys(only.split(","))) if only is not None else PARTS
     check_names("only", parts, PARTS)
     place = check_device(device)
-    check_matplotlib("reproduce")
     study = make_plan(tuple(dict.fromkeys(models.split(","))), device, quick).study(parts)
     carry_out(study, out, place, minutes)
 
@@ -75,32 +73,37 @@ class Plan:
 
     Attributes
     ----------
-    service : Service
-    policies, grid : Quality
-        Comparisons over budgets, and over windows and numbers of sparse layers.
     models : tuple of str
-        Whose layers are looked at.
+        Whose layers are looked at; all else is of the first.
+    service : Service
+    policies, grid : Comparison
+        Over budgets; and over windows and numbers of sparse layers, whose policies follow from the model.
     tokens : int
-        Of the text that they read.
+        Of the text whose layers are looked at.
     benchmarks : tuple of Benchmark
-        Of the first of the models.
     """
 
-    service: Service
-    policies: Quality
-    grid: Quality
     models: tuple[str, ...]
+    service: Service
+    policies: Comparison
+    grid: Comparison
     tokens: int
     benchmarks: tuple[Benchmark, ...]
 
     def study(self, parts: Sequence[str] = PARTS) -> Study:
         """Return what there is to measure of some of the `PARTS`, and the report."""
+        first = self.models[0]
+
+        def grid() -> list[Measurement]:
+            policies = grid_policies(load_config(first).num_layers)
+            return Quality("grid", first, replace(self.grid, policies=policies)).measurements()
+
         made: dict[str, Callable[[], list[Measurement]]] = {
             "serving": lambda: serving.measurements(self.service),
-            "policies": self.policies.measurements,
-            "grid": self.grid.measurements,
+            "policies": lambda: Quality("policies", first, self.policies).measurements(),
+            "grid": grid,
             "maps": lambda: maps.measurements(self.models, self.tokens),
-            "tasks": lambda: tasks.measurements(self.benchmarks, self.models[0], self.service.subject.device),
+            "tasks": lambda: tasks.measurements(self.benchmarks, first, self.service.subject.device),
         }
         return Study("sparsity", TITLE, [each for part in parts for each in made[part]()], report)
 
@@ -111,14 +114,13 @@ def make_plan(models: tuple[str, ...], device: str, quick: bool) -> Plan:
     Parameters
     ----------
     models : tuple of str
-        Real models; losses are those of the first.
+        Real models.
     device : str
         cpu or cuda.
     quick : bool
         Some minutes on two cores of a CPU.
     """
     first = models[0]
-    layers = load_config(first).num_layers
     if device == "cuda":
         subject = Subject("shape:llama-3-8b", "bfloat16", device=device, max_num_rows=8192, capture_rows=64)
         service = Service(subject, levels=(20, 5), policies=("novita",)) if quick else Service(subject)
@@ -132,19 +134,12 @@ def make_plan(models: tuple[str, ...], device: str, quick: bool) -> Plan:
     if quick:
         common |= {"tasks": ("passkey", "niah_multikey"), "tokens": 320, "seeds": 2, "selection_seeds": 1}
         compared = Comparison(QUICK_POLICIES, (0.125, 0.25), new_tokens=8, **common)
-        grid = Comparison(grid_policies(layers), (0.5, 0.25, 0.125), new_tokens=8, **{**common, "seeds": 1})
+        grid = Comparison((), (0.5, 0.25, 0.125), new_tokens=8, **{**common, "seeds": 1})
     else:
         common |= {"tasks": ("passkey", "niah_single", "niah_multikey", "vt", "fwe"), "tokens": 640}
         compared = Comparison(POLICIES, (0.1, 0.25, 0.5), seeds=3, **common)
-        grid = Comparison(grid_policies(layers), (0.75, 0.5, 0.25, 0.125), seeds=2, **common)
-    return Plan(
-        service,
-        Quality("policies", first, compared),
-        Quality("grid", first, grid),
-        models,
-        compared.tokens,
-        QUICK_BENCHMARKS if quick else BENCHMARKS,
-    )
+        grid = Comparison((), (0.75, 0.5, 0.25, 0.125), seeds=2, **common)
+    return Plan(models, service, compared, grid, compared.tokens, QUICK_BENCHMARKS if quick else BENCHMARKS)
 
 
 def report(results: Results) -> list[Section]:
