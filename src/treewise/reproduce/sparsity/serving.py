@@ -118,7 +118,8 @@ class Service:
         policy = KVSparsity.named(engine)
         every = None if policy.every is None else max(1, round(self.scale * policy.every))
         window = max(4, round(self.scale * policy.window))
-        return replace(policy, budget=round(self.scale * self.budget), window=window, every=every)
+        budget = max(window + policy.sinks + 1, round(self.scale * self.budget))
+        return replace(policy, budget=budget, window=window, every=every)
 
     def cells(self, others: tuple[str, ...] = ()) -> list[Cell]:
         """Return what to measure, the most telling first; `others` are other engines, which come last.

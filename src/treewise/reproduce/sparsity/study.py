@@ -35,6 +35,7 @@ def sparsity(
     minutes: float | None = None,
     only: str | None = None,
     models: str = SMALL,
+    seeds: int | None = None,
 ) -> None:
     """Measure again what is published of KV sparsity in vLLM, and write a report, report.html and report.md.
 
@@ -59,11 +60,13 @@ def sparsity(
         the report of all that lies in the folder, on whichever machines it was measured.
     models
         Real models with commas between, by built-in names, folders or GGUF files. Losses are those of the first.
+    seeds
+        Texts of each task that losses are measured on: 4; 2 or 1 if quick.
     """
     parts = tuple(dict.fromkeys(only.split(","))) if only is not None else PARTS
     check_names("only", parts, PARTS)
     place = check_device(device)
-    study = make_plan(tuple(dict.fromkeys(models.split(","))), device, quick).study(parts)
+    study = make_plan(tuple(dict.fromkeys(models.split(","))), device, quick, seeds).study(parts)
     carry_out(study, out, place, minutes)
 
 
@@ -108,7 +111,7 @@ class Plan:
         return Study("sparsity", TITLE, [each for part in parts for each in made[part]()], report)
 
 
-def make_plan(models: tuple[str, ...], device: str, quick: bool) -> Plan:
+def make_plan(models: tuple[str, ...], device: str, quick: bool, seeds: int | None = None) -> Plan:
     """Return how much is measured on a device.
 
     Parameters
@@ -119,6 +122,8 @@ def make_plan(models: tuple[str, ...], device: str, quick: bool) -> Plan:
         cpu or cuda.
     quick : bool
         Some minutes on two cores of a CPU.
+    seeds : int, optional
+        Texts of each task.
     """
     first = models[0]
     if device == "cuda":
@@ -136,9 +141,11 @@ def make_plan(models: tuple[str, ...], device: str, quick: bool) -> Plan:
         compared = Comparison(QUICK_POLICIES, (0.125, 0.25), new_tokens=8, **common)
         grid = Comparison((), (0.5, 0.25, 0.125), new_tokens=8, **{**common, "seeds": 1})
     else:
-        common |= {"tasks": ("passkey", "niah_single", "niah_multikey", "vt", "fwe"), "tokens": 640}
-        compared = Comparison(POLICIES, (0.1, 0.25, 0.5), seeds=3, **common)
-        grid = Comparison((), (0.75, 0.5, 0.25, 0.125), seeds=2, **common)
+        common |= {"tasks": ("passkey", "niah_multikey", "vt", "fwe"), "tokens": 512, "seeds": 4}
+        compared = Comparison(POLICIES, (0.1, 0.25), **common)
+        grid = Comparison((), (0.5, 0.25, 0.125), **{**common, "selection_seeds": 1})
+    if seeds is not None:
+        compared, grid = replace(compared, seeds=seeds), replace(grid, seeds=seeds)
     return Plan(models, service, compared, grid, compared.tokens, QUICK_BENCHMARKS if quick else BENCHMARKS)
 
 
