@@ -141,7 +141,9 @@ def test_losses_are_summed_up_from_what_was_kept(small_model, tmp_path):
 def test_the_grid_has_a_row_for_each_number_of_sparse_layers(small_model):
     assert [quality.full_layers(policy) for policy in grid_policies(30)] == [9, 6, 1]
     grid = Quality("grid", "tiny", Comparison(grid_policies(16), (0.5, 0.25), ("vt",), **SMALL))
-    section = quality.grid_section({"grid-vt": grid.measure("vt")}, PUBLISHED)
+    results = {"grid-vt": grid.measure("vt")}
+    assert "with 0 and with 5 full layers of 16" in protocol.section(results, PUBLISHED).text
+    section = quality.grid_section(results, PUBLISHED)
     published, *ours = tables(section).values()
     assert published.rows[2] == [31, *(score / 0.4517 for score in (0.4476, 0.4403, 0.4310))]
     assert [row[1] for row in ours[0].rows] == [22, 26, 31] and len(ours) == 6

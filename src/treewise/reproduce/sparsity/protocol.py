@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treewise.reproduce.report import Cell, Section, Table
-from treewise.reproduce.sparsity.quality import loss_of_question, summary
+from treewise.reproduce.sparsity.quality import full_layers, loss_of_question, summary
 from treewise.reproduce.sparsity.serving import Cell as Serving
 from treewise.reproduce.sparsity.serving import times_dense
 from treewise.reproduce.study import Results
@@ -81,6 +81,7 @@ def section(results: Results, published: Mapping[str, Any]) -> Section:
                 "every engine has the 90th and 99th percentile too, and the time between tokens, which rises as more "
                 "requests fit.",
                 _question(results),
+                _layers(results),
                 "- **Short prompts are not compressed.** Prompts of MMLU and MMLU-Pro with five worked examples are "
                 "mostly no longer than 1,000 to 1,500 tokens, and the windows of the follow-up are "
                 f"{theirs['windows'][-1]:,} to {theirs['windows'][0]:,}: there is little to give up, and little is "
@@ -113,6 +114,30 @@ def _regimes(results: Results, account: Mapping[str, Any]) -> str:
             words = ", ".join(f"{ratios[level]:.2f} at {level}" for level in sorted(ratios))
             parts.append(f"{pool}: {words}")
     return said + (f" Here novita over dense is, {'; '.join(parts)} requests at a time." if parts else "")
+
+
+def _layers(results: Results) -> str:
+    said = (
+        "- **What full layers cost.** Whether the bytes of full layers would do more as larger windows of all layers "
+        "is asked by neither source."
+    )
+    if (summed := summary(results, "grid")) is None:
+        return said
+    facts, cells = summed
+    most, *_, fewest = facts["policies"]  # full layers
+    table = {
+        (cell["policy"], cell["budget"]): cell for cell in cells if (cell["mode"], cell["task"]) == ("aware", "all")
+    }
+    words = [
+        f"{table[fewest, budget]['top1']:.2f} with {table[fewest, budget]['held']:.2f} of the bytes and "
+        f"{table[most, budget]['top1']:.2f} with {table[most, budget]['held']:.2f}"
+        for budget in sorted(facts["budgets"])
+    ]
+    return said + (
+        f" Top-1 agreement with {full_layers(fewest)} and with {full_layers(most)} full layers of {facts['layers']}, "
+        f"for windows of {', '.join(f'{budget:g}' for budget in sorted(facts['budgets']))} of the text: "
+        f"{'; '.join(words)}."
+    )
 
 
 def _question(results: Results) -> str:
