@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from treewise.reproduce.deft import published
 from treewise.reproduce.deft.runs import Totals
 from treewise.reproduce.deft.tables import sign
+from treewise.reproduce.sparsity import study
+from treewise.reproduce.sparsity.serving import DENSE, Cell
 from treewise.reproduce.study import Results, read_records
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +65,34 @@ def _spread(ratios: list[float]) -> str:
     return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-BLOCKS: dict[str, tuple[str, Callable[[Mapping[str, Mapping[str, Any]]], list[str]]]] = {"deft": ("deft_h200", deft)}
+def sparsity(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Sum the report of KV sparsity up: tokens a second and the first token, dense and sparse, in both pools."""
+    cells = {cell: record["result"] for key, record in records.items() if (cell := Cell.of(key)) is not None}
+    measured = {cell: result for cell, result in cells.items() if "ttft_s" in result}
+    published = study.published()["account"]["times_dense"]
+    device = next(records[cell.key]["machine"]["device"] for cell in measured)
+    lines = [
+        f"| {device}, requests at a time | dense, tokens/s | `novita` | times | published "
+        "| first token, dense | `novita` |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for dense in sorted(measured, key=lambda cell: (cell.pool != "starved", cell.level)):
+        sparse = replace(dense, engine="novita")
+        if dense.engine == DENSE and sparse in measured:
+            speeds = [measured[cell]["tokens_per_s"] for cell in (dense, sparse)]
+            waits = [measured[cell]["ttft_s"]["p50"] for cell in (dense, sparse)]
+            said = f"{published}, RTX 4090" if dense.pool == "starved" else ""
+            lines.append(
+                f"| {dense.level}, {dense.pool} pool | {speeds[0]:,.0f} | {speeds[1]:,.0f} "
+                f"| {speeds[1] / speeds[0]:.2f} | {said} | {waits[0]:.2f} s | {waits[1]:.2f} s |"
+            )
+    return lines
+
+
+BLOCKS: dict[str, tuple[str, Callable[[Mapping[str, Mapping[str, Any]]], list[str]]]] = {
+    "deft": ("deft_h200", deft),
+    "sparsity": ("sparsity_h200", sparsity),
+}
 """By name of the block: the folder of the report, and what makes lines of its records."""
 
 

@@ -37,6 +37,22 @@ def test_a_block_is_drawn_from_its_report(tmp_path):
     assert readme_numbers.fill(text, tmp_path / "nowhere") == text.replace("old\n", "")
 
 
+def test_dense_and_sparse_requests_are_drawn_from_their_report(tmp_path):
+    raw = tmp_path / "sparsity_h200" / "raw"
+    raw.mkdir(parents=True)
+    for key, speed, wait in (
+        ("starved-20-dense", 1000.0, 6.5),
+        ("starved-20-novita", 2000.0, 0.41),
+        ("ample-20-dense", 1700.0, 0.4),
+        ("starved-40-novita", 1900.0, 2.0),
+    ):
+        record = {"study": "sparsity", "key": f"serving-{key}", "title": key, "machine": {"device": "A GPU"}}
+        record |= {"result": {"tokens_per_s": speed, "ttft_s": {"p50": wait}}}
+        (raw / f"serving-{key}.json").write_text(json.dumps(record), encoding="utf-8")
+    lines = readme_numbers.fill("<!-- numbers: sparsity -->\n<!-- /numbers -->\n", tmp_path).splitlines()
+    assert lines[3:-1] == ["| 20, starved pool | 1,000 | 2,000 | 2.00 | 1.58, RTX 4090 | 6.50 s | 0.41 s |"]
+
+
 @pytest.mark.parametrize("folder", sorted((ROOT / "docs" / "reports").glob("*/raw")), ids=lambda raw: raw.parent.name)
 def test_kept_reports_have_their_pages_and_results(folder):
     page = (folder.parent / "report.html").read_text("utf-8")

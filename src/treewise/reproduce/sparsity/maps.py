@@ -192,9 +192,9 @@ def sections(results: Results) -> list[Section]:
     lead = (
         "What the account's figures 1 and 2 show of Llama 2 and 3: a few activations, of the first token and of "
         "delimiters, in a few dimensions, are thousands of times larger than the others; attention is broad in the "
-        "lowest layers, local in the middle ones, and in the highest spent on a few tokens. That is its reason for "
-        "three full layers below sparse ones. Here are the same of small real models, on a text with four hidden "
-        "numbers and a question about one of them. An activation is massive if it is larger than "
+        "lowest layers, local in the middle ones, and in the highest spent on a few tokens. That is its reason to "
+        "treat layers differently. Here are the same of small real models, on a text with four hidden numbers and a "
+        "question about one of them. An activation is massive if it is larger than "
         f"{MASSIVE[0]:.0f} and than {MASSIVE[1]:,.0f} medians of its layer."
     )
     if not found:

@@ -56,11 +56,11 @@ def section(results: Results, published: Mapping[str, Any]) -> Section:
             "Compression of sparse layers, and of the cache",
             ["tokens", "window", "times, sparse layers only", "held of all layers", "times, all layers"],
             counted,
-            f"{full} of {layers} layers full, by arithmetic. This report has no numbers but those over all layers.",
+            f"{full} of {layers} layers full, by arithmetic. Bytes held are over all layers everywhere in this report.",
         ),
         Table(
             f"Windows that compress {compression} times over all layers",
-            ["tokens", *(f"{some} full layers" for some in (0, 1, full))],
+            ["tokens", *(f"full layers: {some}" for some in (0, 1, full))],
             needed,
             f"Tokens that a sparse layer may keep at most, of {layers} layers.",
         ),

@@ -161,7 +161,11 @@ def policies_section(results: Results, published: Mapping[str, Any]) -> Section:
         return Section(heading, lead + "\n\nNothing was measured.")
     facts, cells = summed
     lead += (
-        f"\n\n{facts['model']} in float32 on a CPU, texts of {facts['tokens']} tokens, {facts['seeds']} of each task."
+        f"\n\n{facts['model']} in float32 on a CPU, texts of {facts['tokens']} tokens, {facts['seeds']} of each task: "
+        "what lies within the intervals of another says little. Questions have 12 to 28 tokens, so that a window of 32 "
+        "looks at filler too. Published, for questions after compression, is the order kvzip, expected attention with "
+        "budgets by head, keydiff, snapkv, knorm, random; why it differs on these texts is in the documentation, *What "
+        "KV sparsity loses*."
     )
     parts: list[Table | Figure] = []
     for mode in dict.fromkeys(cell["mode"] for cell in cells):
