@@ -40,17 +40,23 @@ def test_a_block_is_drawn_from_its_report(tmp_path):
 def test_dense_and_sparse_requests_are_drawn_from_their_report(tmp_path):
     raw = tmp_path / "sparsity_h200" / "raw"
     raw.mkdir(parents=True)
+    asked = {"input_tokens": 4000, "output_tokens": 500, "kv_tokens": 31_024}
     for key, speed, wait in (
+        ("starved-05-dense", 800.0, 0.3),
+        ("starved-05-novita", 800.0, 0.3),
         ("starved-20-dense", 1000.0, 6.5),
         ("starved-20-novita", 2000.0, 0.41),
         ("ample-20-dense", 1700.0, 0.4),
         ("starved-40-novita", 1900.0, 2.0),
     ):
         record = {"study": "sparsity", "key": f"serving-{key}", "title": key, "machine": {"device": "A GPU"}}
-        record |= {"result": {"tokens_per_s": speed, "ttft_s": {"p50": wait}}}
+        record |= {"result": {"tokens_per_s": speed, "ttft_s": {"p50": wait}, **asked}}
         (raw / f"serving-{key}.json").write_text(json.dumps(record), encoding="utf-8")
     lines = readme_numbers.fill("<!-- numbers: sparsity -->\n<!-- /numbers -->\n", tmp_path).splitlines()
-    assert lines[3:-1] == ["| 20, starved pool | 1,000 | 2,000 | 2.00 | 1.58, RTX 4090 | 6.50 s | 0.41 s |"]
+    assert lines[3:-1] == [
+        "| 5, starved pool | 800 | 800 | 1.00 |  | 0.30 s | 0.30 s |",
+        "| 20, starved pool | 1,000 | 2,000 | 2.00 | 1.58, RTX 4090 | 6.50 s | 0.41 s |",
+    ]
 
 
 @pytest.mark.parametrize("folder", sorted((ROOT / "docs" / "reports").glob("*/raw")), ids=lambda raw: raw.parent.name)

@@ -95,6 +95,15 @@ def test_ratios_to_dense_stand_beside_the_published_one(served):
     expected = served["serving-starved-08-novita"]["tokens_per_s"] / served["serving-starved-08-dense"]["tokens_per_s"]
     assert compared["starved", 8, "novita"] == Compared(expected, 1.58)
     assert compared["ample", 8, "novita"].published is None and ("starved", 8, "dense") not in compared
+    assert compared["starved", 2, "novita"].published is None  # that pool holds both
+    starved, ample = (served[f"serving-{pool}-08-dense"]["tokens_per_s"] for pool in ("starved", "ample"))
+    curves = {
+        (panel.title, panel.y): panel.curves
+        for panel in serving.panels({Cell.of(key): facts for key, facts in served.items()}, ())
+    }
+    assert curves["starved pool", "output tokens a second"]["dense"][1][1] == starved
+    assert curves["ample pool", "output tokens a second"]["dense"][0] == [2, 8]
+    assert curves["ample pool", "output tokens a second"]["dense"][1][1] == ample
     assert len(everything.rows) == len(served) and "scaled down" in section.text
     assert not any(column.startswith("vLLM") for column in everything.columns)  # it was asked for whole requests
 

@@ -340,13 +340,15 @@ def _versus(measured: Mapping[Cell, Facts], account: Mapping[str, Any], whole: b
     for cell in _ordered(measured):
         if cell.engine == DENSE or (ratio := times_dense(measured, cell)) is None:
             continue
-        said = account["times_dense"] if (cell.pool, cell.engine) == ("starved", "novita") else None
+        said = account["times_dense"] if cell.engine == "novita" and not fits(cell, measured[cell]) else None
         rows.append([cell.pool, cell.level, cell.engine, Compared(ratio, said)])
     return Table(
         "Sparse against dense",
         ["pool", "requests at a time", "engine", "tokens a second over those of the dense engine"],
         rows,
-        f"Published: {account['source']}; of which number of requests it is, is not said.",
+        f"Published: {account['source']}; of which number of requests it is, is not said. It stands where the pool "
+        "does not hold all requests."
+        + ("" if whole else " Requests so short, on a processor whose limit is arithmetic, gain little from room."),
     )
 
 
@@ -393,7 +395,7 @@ def _verdict(measured: Mapping[Cell, Facts], account: Mapping[str, Any]) -> str:
             rates = {
                 cell.level: facts["tokens_per_s"]
                 for cell, facts in measured.items()
-                if cell.engine == engine and (cell.pool == pool or _fits(cell, facts))
+                if cell.engine == engine and _counts(cell, facts, pool)
             }
             if len(rates) > 1:
                 level = saturation(rates)
@@ -410,8 +412,13 @@ def _verdict(measured: Mapping[Cell, Facts], account: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _fits(cell: Cell, facts: Facts) -> bool:
-    """Whether the pool holds all requests of a cell, so that no larger one would be any better."""
+def _counts(cell: Cell, facts: Facts, pool: str) -> bool:
+    """Whether a cell says something of a pool: where the small one holds all requests, of the ample one too."""
+    return cell.pool == pool or (cell.pool == "starved" and fits(cell, facts))
+
+
+def fits(cell: Cell, facts: Facts) -> bool:
+    """Whether the pool holds all requests of a cell, were they dense, so that no larger one would be any better."""
     return bool(cell.level * (facts["input_tokens"] + facts["output_tokens"]) <= facts["kv_tokens"])
 
 
@@ -423,7 +430,7 @@ def panels(measured: Mapping[Cell, Facts], vllm: Iterable[Mapping[str, Any]]) ->
         waits: dict[str, dict[int, float]] = {engine: {} for engine in engines}
         for cell in _ordered(measured):
             facts = measured[cell]
-            if cell.pool == pool or _fits(cell, facts):
+            if _counts(cell, facts, pool):
                 speeds[cell.engine][cell.level] = facts["tokens_per_s"]
                 if facts.get("ttft_s"):
                     waits[cell.engine][cell.level] = facts["ttft_s"]["p50"]
