@@ -233,8 +233,8 @@ def _verdict(facts: Facts) -> str:
     sinks = [number for number, layer in enumerate(layers) if layer["sinks"] > MAJORITY]
     said = [
         f"massive activations enter {_span(massive)}",
-        f"{_span(broad)} need more than {BROAD:.0%} of the tokens for {MASS:.0%} of attention",
-        f"{_span(sinks)} spend more than {MAJORITY:.0%} of it on the first {SINKS} tokens",
+        f"{MASS:.0%} of attention takes more than {BROAD:.0%} of the tokens in {_span(broad)}",
+        f"the first {SINKS} tokens get more than {MAJORITY:.0%} of it in {_span(sinks)}",
     ]
     return "; ".join(said)
 
