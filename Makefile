@@ -34,7 +34,10 @@ soak: $(INSTALLED) ## Three minutes of clients of every kind on a real server; T
 	$(BIN)/python -m pytest -m stress tests/server/test_soak.py -s
 
 reproduce: $(INSTALLED) ## Published results in a few minutes on a CPU, in build/reproduced; DATA=FOLDER has the recorded trees
-	$(BIN)/treewise reproduce deft --quick --data $(DATA) --out build/reproduced/deft
+	$(BIN)/treewise reproduce sparsity --quick --out build/reproduced/sparsity
+	@if [ -e $(DATA)/deft_trees.json.gz ]; then \
+		$(BIN)/treewise reproduce deft --quick --data $(DATA) --out build/reproduced/deft; \
+	else echo 'no recorded trees in $(DATA)'; fi
 
 lint: $(INSTALLED) ## Lint, types, import contract
 	@echo '== style'
