@@ -8,6 +8,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from huggingface_hub import constants
 
 from treewise.bench.runs import Facts
 from treewise.llm import LLM
@@ -74,12 +78,11 @@ def missing() -> str | None:
 
 def reachable() -> bool:
     """Tell whether the place that data sets come from answers."""
-    import httpx
-    from huggingface_hub import constants
-
     try:
-        httpx.head(constants.ENDPOINT, timeout=PATIENCE)
-    except httpx.HTTPError:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=PATIENCE).close()
+    except HTTPError:  # which is an answer
+        return True
+    except OSError:
         return False
     return True
 
@@ -113,7 +116,8 @@ def evaluate(
     if reason := missing():
         return {"absent": reason}
     if not (online := reachable()):
-        # Read when `datasets` is imported: data from before is taken, and nothing is waited for.
+        # NOTE: for all of this process, and read when `datasets` is imported: what was loaded before is taken, and
+        # nothing is waited for.
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import lm_eval
