@@ -402,6 +402,12 @@ def _verdict(measured: Mapping[Cell, Facts], account: Mapping[str, Any]) -> str:
                 said = f"saturated from {level} requests at a time on" if level else "not saturated by any number here"
                 lines.append(f"- {engine}, {pool} pool: {said}, at most {max(rates.values()):,.0f} tokens a second")
     for cell in _ordered(measured):
+        ratio = times_dense(measured, cell)
+        if cell.engine == "novita" and ratio is not None and not fits(cell, measured[cell]):
+            sign = "the sign" if ratio > 1 else "not the sign"
+            lines.append(
+                f"- novita over dense, {cell.level} at a time, {cell.pool} pool: {ratio:.2f}, {sign} that was published"
+            )
         if (cell.pool, cell.engine, cell.level) == ("starved", "novita", account["sparse_stable_at"]):
             wait = measured[cell]["ttft_s"]
             below = "less" if wait["p50"] < account["ttft_p50_below_s"] else "not less"
