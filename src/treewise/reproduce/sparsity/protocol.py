@@ -8,7 +8,7 @@ from typing import Any
 from treewise.reproduce.report import Cell, Section, Table
 from treewise.reproduce.sparsity.quality import full_layers, loss_of_question, summary
 from treewise.reproduce.sparsity.serving import Cell as Serving
-from treewise.reproduce.sparsity.serving import times_dense
+from treewise.reproduce.sparsity.serving import fits, times_dense
 from treewise.reproduce.study import Results
 
 LENGTHS = (4500, 7000, 18_000, 30_000)
@@ -107,8 +107,10 @@ def _regimes(results: Results, account: Mapping[str, Any]) -> str:
     for pool in ("starved", "ample"):
         ratios = {
             cell.level: ratio
-            for cell in measured
-            if (cell.pool, cell.engine) == (pool, "novita") and (ratio := times_dense(measured, cell))
+            for cell, facts in measured.items()
+            if (cell.pool, cell.engine) == (pool, "novita")
+            and (ratio := times_dense(measured, cell))
+            and (pool == "ample" or not fits(cell, facts))
         }
         if ratios:
             words = ", ".join(f"{ratios[level]:.2f} at {level}" for level in sorted(ratios))
