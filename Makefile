@@ -9,6 +9,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DATA ?= ../shared/data
 WITH_LIBRARIES := $(VENV)/.with-libraries
 
 # Threads that wait by spinning slow each other down many times over where other programs want the same cores.
@@ -17,7 +18,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 export MALLOC_TRIM_THRESHOLD_ ?= 268435456
 
-.PHONY: help demo test soak lint docs format clean
+.PHONY: help demo test soak reproduce lint docs format clean
 
 help: ## Show what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +32,12 @@ test: lint docs $(WITH_LIBRARIES) ## Lint, types, import contract, documentation
 
 soak: $(INSTALLED) ## Three minutes of clients of every kind on a real server; TREEWISE_SOAK_SECONDS=1800 for half an hour
 	$(BIN)/python -m pytest -m stress tests/server/test_soak.py -s
+
+reproduce: $(INSTALLED) ## Published results in a few minutes on a CPU, in build/reproduced; DATA=FOLDER has the recorded trees
+	$(BIN)/treewise reproduce sparsity --quick --out build/reproduced/sparsity
+	@if [ -e $(DATA)/deft_trees.json.gz ]; then \
+		$(BIN)/treewise reproduce deft --quick --data $(DATA) --out build/reproduced/deft; \
+	else echo 'no recorded trees in $(DATA)'; fi
 
 lint: $(INSTALLED) ## Lint, types, import contract
 	@echo '== style'

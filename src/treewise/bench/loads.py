@@ -188,7 +188,7 @@ def compare_engines(
         runs[demand.against] = partial(run_batches, OTHERS[demand.against](subject, loaded[0].dtype, room))
     prompts = demand.prompts(widest, loaded[1].vocab_size, shared, first=0)
     for run in runs.values():
-        run(Load("warm", widest, prompts, min(WARM, demand.output_tokens)), 0)
+        run(Load("warm", widest, prompts, min(WARM[subject.place.type], demand.output_tokens)), 0)
     return measure(loads, runs, demand.repeats)
 
 

@@ -24,12 +24,14 @@ Facts = dict[str, Any]
 Run = Callable[[Any, int], Facts]
 """From what is to be run, such as a `Case`, and a seed to what was measured, ``whole_s`` at least."""
 
-WARM = 40
+WARM = {"cuda": 40, "cpu": 4}
 """Most tokens a sequence of the request that warms up an engine: on a GPU they outlive a plan's room."""
 
 
 class Watched:
     """Our engine with one attention method, warmed up; the prefix cache is off, so that no run helps another.
+
+    `options` are those of `Subject.engine`.
 
     Attributes
     ----------
@@ -40,14 +42,21 @@ class Watched:
     """
 
     def __init__(
-        self, method: str, subject: Subject, loaded: Loaded, cases: Sequence[Case], machine: Machine | None
+        self,
+        method: str,
+        subject: Subject,
+        loaded: Loaded,
+        cases: Sequence[Case],
+        machine: Machine | None,
+        **options: Any,
     ) -> None:
         widest, prompt = max(case.widest for case in cases), max(case.prompt_tokens for case in cases)
-        warm = samples(prompt, widest, min(WARM, max(case.longest - case.prompt_tokens for case in cases)))
+        longest = max(case.longest - case.prompt_tokens for case in cases)
+        warm = samples(prompt, widest, min(WARM[subject.place.type], longest))
         slots = max(case.num_slots(subject.page_size) for case in (*cases, warm))
         if any(case.work is None for case in cases):  # beams share more than is known in advance
             slots = min(slots, subject.default_slots(loaded, widest))
-        llm = subject.engine(loaded, method, widest, num_kv_slots=slots, enable_prefix_caching=False)
+        llm = subject.engine(loaded, method, widest, num_kv_slots=slots, enable_prefix_caching=False, **options)
         self.engine = llm.engine
         self.runner = llm.engine.runner
         self.meter = Meter(llm)
@@ -110,7 +119,8 @@ def other(name: str, subject: Subject, loaded: Loaded, case: Case, settings: dic
     """Load another engine, warm it up, and return what times its samples."""
     branches, new_tokens = settings["branches"], settings["new_tokens"]
     engine = OTHERS[name](subject, loaded[0].dtype, Room(branches, case.longest))
-    engine.generate([random_prompt(case.prompt_tokens, loaded[1].vocab_size, 0)], branches, min(WARM, new_tokens), 0)
+    warm = min(WARM[subject.place.type], new_tokens)
+    engine.generate([random_prompt(case.prompt_tokens, loaded[1].vocab_size, 0)], branches, warm, 0)
 
     def run(case: Case, seed: int) -> Facts:
         prompt = random_prompt(case.prompt_tokens, loaded[1].vocab_size, seed)

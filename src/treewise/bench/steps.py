@@ -79,7 +79,8 @@ def summarise(steps: Sequence[Step], weights: Weights, machine: Machine | None) 
     -------
     dict
         ``whole_s``: everything. ``prefill_s``: the steps that computed the prompt. ``decode_s``: all others; ``steps``
-        counts those with rows, whose times are ``step_ms`` and whose bytes of keys and values ``*_kv_gb`` are.
+        counts those with rows, whose times are ``step_ms``, whose forwards ``forward_ms`` and whose bytes of keys and
+        values ``*_kv_gb`` are.
         ``forward_s``, ``schedule_s``, ``plan_s`` are parts of ``decode_s``, and ``*_share`` their shares in it;
         ``floor_s`` and ``of_floor``: the sum of the floors of the counted steps and how many times of it they took,
         ``forward_of_floor`` the same for their forwards.
@@ -95,6 +96,7 @@ def summarise(steps: Sequence[Step], weights: Weights, machine: Machine | None) 
         facts[f"{part}_share"] = facts[f"{part}_s"] / facts["decode_s"] if decoding else None
     milliseconds = [step.seconds * 1e3 for step in decoding]
     facts["step_ms"] = percentiles(milliseconds)
+    facts["forward_ms"] = percentiles([step.forward * 1e3 for step in decoding])
     for kind in ("unique", "query", "read"):
         facts[f"{kind}_kv_gb"] = sum(getattr(step, f"{kind}_kv") for step in decoding) / 1e9
     facts |= dict.fromkeys(("floor_s", "of_floor", "forward_of_floor"))

@@ -83,7 +83,7 @@ def find_cases(workload: str, data: Path, **given: Any) -> tuple[list[Case], dic
             return [samples(**sizes)], settings
         case "few-shot":
             schedule = Schedule.few_shot(sizes["prompt_tokens"], sizes["branches"], sizes["new_tokens"])
-            return [_replayed(workload, schedule, steps)], settings
+            return [replayed(workload, schedule, steps)], settings
         case "beam":
             return [_beam(**sizes)], settings
         case "speculation":
@@ -91,7 +91,7 @@ def find_cases(workload: str, data: Path, **given: Any) -> tuple[list[Case], dic
     recorded = _recordings(data).reasoning[workload]
     check_integer("trees", settings["trees"] or len(recorded), 1, len(recorded))
     chosen = recorded[: settings["trees"]]
-    return [_replayed(f"{workload} {number}", schedule, steps) for number, schedule in enumerate(chosen)], settings
+    return [replayed(f"{workload} {number}", schedule, steps) for number, schedule in enumerate(chosen)], settings
 
 
 def published_tb(workload: str, settings: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -118,11 +118,12 @@ def samples(prompt_tokens: int, branches: int, new_tokens: int) -> Case:
         return await generate(root.fork(branches), params)
 
     # The first token of each branch follows from the prompt's own step.
-    case = _replayed("samples", Schedule.few_shot(prompt_tokens, branches, new_tokens - 1), None)
+    case = replayed("samples", Schedule.few_shot(prompt_tokens, branches, new_tokens - 1), None)
     return replace(case, program=program, longest=prompt_tokens + new_tokens, decoded=branches * new_tokens)
 
 
-def _replayed(name: str, schedule: Schedule, max_steps: int | None) -> Case:
+def replayed(name: str, schedule: Schedule, max_steps: int | None) -> Case:
+    """Return the request that branches and prunes as a schedule says, and ends after so many decode steps if told."""
     schedule = clip(schedule, max_steps or schedule.num_steps)
     phases = list(schedule.phases())
     widths = [len(schedule.live(last)) for _, last in phases]

@@ -1,4 +1,4 @@
-"""The verbs `generate`, `search`, `serve`, `strategies`, `train-medusa`, `bench`, `eval`, `models`, `env`; flags."""
+"""The verbs, such as `generate`, `serve`, `bench` and `reproduce`, and their flags."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ quality = App(name="eval", help="What a model's answers are worth when it keeps 
 quality.command("treewise.cli.evaluate:kv", help="Policies of KV sparsity against the dense cache.")
 quality.command("treewise.cli.evaluate:heads", help="Which heads of a model need their tokens, for budgets by head.")
 app.command(quality)
+reproduce = App(name="reproduce", help="Published tables and figures, measured here, in one report.")
+reproduce.command("treewise.reproduce.deft.study:deft", help="The DeFT paper's: attention and decoding of trees.")
+reproduce.command("treewise.reproduce.sparsity.study:sparsity", help="An account of KV sparsity in vLLM.")
+reproduce.command("treewise.reproduce.again:report", help="Write a report again from what was measured.")
+app.command(reproduce)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -80,7 +80,24 @@ class Asked(NamedTuple):
     lse: Tensor
 
 
-def attend(
+class Weights(NamedTuple):
+    """How much of attention each token gets.
+
+    Attributes
+    ----------
+    parts : Tensor [kv_heads, group, rows, tokens], float32
+        Of each query, what each token gets; not divided by `total`.
+    total : Tensor [kv_heads, group, rows, 1], float32
+    lse : Tensor [kv_heads, group, rows], float32
+        Of the scores.
+    """
+
+    parts: Tensor
+    total: Tensor
+    lse: Tensor
+
+
+def weigh(
     queries: Tensor,
     query_positions: Tensor,
     held: Held,
@@ -88,8 +105,8 @@ def attend(
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
-) -> Asked:
-    """Let queries [rows, heads, head_dim] see all that a layer holds up to their own positions [rows]."""
+) -> Weights:
+    """Tell how much of attention of queries [rows, heads, head_dim] each held token gets; see `attend`."""
     kv_heads = len(held.keys)
     grouped = queries.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, rows, head_dim]
     scores = torch.matmul(grouped * scale, held.keys[:, None].mT).float()  # [kv_heads, group, rows, tokens]
@@ -101,8 +118,21 @@ def attend(
     highest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
+    return Weights(weights, total, (highest + total.log())[..., 0])
+
+
+def attend(
+    queries: Tensor,
+    query_positions: Tensor,
+    held: Held,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+) -> Asked:
+    """Let queries [rows, heads, head_dim] see all that a layer holds up to their own positions [rows]."""
+    weights, total, lse = weigh(queries, query_positions, held, scale=scale, soft_cap=soft_cap, window=window)
     outputs = torch.matmul(weights.to(held.values.dtype), held.values[:, None]) / total.to(held.values.dtype)
-    lse = (highest + total.log())[..., 0]
     return Asked(queries, outputs.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from treewise.charts import COLOURS
 from treewise.evaluate.trial import MODES
@@ -16,14 +16,14 @@ MEASURES = {
 }
 
 
-def draw(result: Mapping[str, Any], path: Path) -> None:
+def draw(result: Mapping[str, Any], path: Path | BinaryIO) -> None:
     """Draw a row of curves for each mode: a line a policy over the share of bytes held, with bands of intervals.
 
     Parameters
     ----------
     result : mapping
         What `treewise eval kv` writes.
-    path : Path
+    path : Path or binary file
         Where to write the picture.
     """
     from matplotlib.figure import Figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
@@ -43,6 +43,11 @@ def check_names(field: str, chosen: Sequence[str], known: Collection[str]) -> No
     """Refuse names that are not known."""
     if unknown := [word for word in chosen if word not in known]:
         raise ValueError(f"{field}: {unknown[0]!r} is not one of {', '.join(known)}")
+
+
+def countable(selection: Mapping[str, float]) -> set[str]:
+    """Return the tasks that count for recall, from the share of their answers that the dense cache finds."""
+    return {task for task, share in selection.items() if share >= SOLVED and task != SANITY}
 
 
 @dataclass(frozen=True)
@@ -145,33 +150,43 @@ class Study:
         check_integer("tokens", self.tokens, 128, model.config.max_positions // 2)
         selection = {}
         for task in self.tasks:
-            found: list[bool] = []
-            for seed in range(SELECTION, SELECTION + self.selection_seeds):
-                found += solved(model, make(TASKS[task], seed, self.tokens, tokenizer))
-                done(f"{task}, dense", self.tokens)
-            selection[task] = mean(found)
-        solvable = {task for task, share in selection.items() if share >= SOLVED and task != SANITY}
+            selection[task] = self.solved(model, tokenizer, task, done)
         rows: list[Row] = []
         for seed in range(self.seeds):
             for task in self.tasks:
-                rows += try_policies(
-                    model,
-                    make(TASKS[task], seed, self.tokens, tokenizer),
-                    self.contenders,
-                    self.modes,
-                    new_tokens=self.new_tokens,
-                    repeat=tokenizer.encode(REPEAT, add_special_tokens=False),
-                    stored=KV_CACHE_DTYPES[self.kv_cache_dtype],
-                    task=task,
-                    seed=seed,
-                )
+                rows += self.try_text(model, tokenizer, task, seed)
                 done(task, self.trial_tokens)
+        solvable = countable(selection)
         return {
             "solved_on_selection_seeds": selection,
             "counted_for_recall": sorted(solvable),
             "results": summarise(rows, solvable),
             "branches": summarise_shared(list(self._shared(model, tokenizer, done))),
         }
+
+    def solved(
+        self, model: CausalLM, tokenizer: Tokenizer, task: str, done: Callable[[str, int], None] = lambda *_: None
+    ) -> float:
+        """Return which share of a task's parts the dense cache finds in the texts that choose; `done` as in `run`."""
+        found: list[bool] = []
+        for seed in range(SELECTION, SELECTION + self.selection_seeds):
+            found += solved(model, make(TASKS[task], seed, self.tokens, tokenizer))
+            done(f"{task}, dense", self.tokens)
+        return mean(found)
+
+    def try_text(self, model: CausalLM, tokenizer: Tokenizer, task: str, seed: int) -> list[Row]:
+        """Measure every policy on one text of a task."""
+        return try_policies(
+            model,
+            make(TASKS[task], seed, self.tokens, tokenizer),
+            self.contenders,
+            self.modes,
+            new_tokens=self.new_tokens,
+            repeat=tokenizer.encode(REPEAT, add_special_tokens=False),
+            stored=KV_CACHE_DTYPES[self.kv_cache_dtype],
+            task=task,
+            seed=seed,
+        )
 
     def _shared(self, model: CausalLM, tokenizer: Tokenizer, done: Callable[[str, int], None]) -> Iterator[Shared]:
         if not self.branches:
