@@ -87,8 +87,8 @@ def find_cases(workload: str, data: Path, **given: Any) -> tuple[list[Case], dic
         case "beam":
             return [_beam(**sizes)], settings
         case "speculation":
-            return [speculation(_recordings(data), steps, **sizes)], settings
-    recorded = _recordings(data).reasoning[workload]
+            return [speculation(find_recordings(data), steps, **sizes)], settings
+    recorded = find_recordings(data).reasoning[workload]
     check_integer("trees", settings["trees"] or len(recorded), 1, len(recorded))
     chosen = recorded[: settings["trees"]]
     return [replayed(f"{workload} {number}", schedule, steps) for number, schedule in enumerate(chosen)], settings
@@ -103,10 +103,20 @@ def published_tb(workload: str, settings: Mapping[str, Any]) -> tuple[float, flo
     return PUBLISHED_TB.get((workload, size))
 
 
-def _recordings(data: Path) -> Recordings:
+def find_recordings(data: Path) -> Recordings:
+    """Read the recorded trees in a folder, or of a file.
+
+    Raises
+    ------
+    ValueError
+        If they are not there.
+    """
     file = data / "deft_trees.json.gz" if data.is_dir() else data
     if not file.is_file():
-        raise ValueError(f"data: {data} does not hold the recorded trees, deft_trees.json.gz; name their folder")
+        raise ValueError(
+            f"data: {data} does not hold the recorded trees, deft_trees.json.gz; name their folder "
+            "(benchmarks/record_trees.py makes the file)"
+        )
     return load_recordings(file)
 
 

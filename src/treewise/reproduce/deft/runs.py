@@ -111,7 +111,7 @@ def _run_all(setup: Setup, layer: Layer, engines: Engines, method: str, workload
         watched.first = []
         facts = watched.run(run.case, 0)
         middle = max(1, facts["steps"] // 2)
-        layer_s = layer.seconds(tree_at(run.work, middle), method, setup.scale.repeats)
+        layer_s = layer.seconds(tree_at(run.work, middle), method, 3 * setup.scale.repeats)
         found.setdefault(run.workload, []).append(
             facts
             | {
@@ -211,7 +211,8 @@ class Totals:
         found = self.runs(workload, method)
         if not found:
             return None
-        return statistics.fmean(run[part]["p50"] - run["attention_ms"] for run in found)
+        # Where other programs disturb one of the two, the rest may seem to be less than nothing.
+        return max(0.0, statistics.fmean(run[part]["p50"] - run["attention_ms"] for run in found))
 
     def whole(self, workload: str, method: str) -> Whole | None:
         """Return a run's seconds, None if there are not enough measurements."""

@@ -10,8 +10,8 @@ from typing import Annotated, Any, NamedTuple, cast
 from cyclopts import Parameter
 
 from treewise.bench.subject import Subject
+from treewise.bench.workloads import find_recordings
 from treewise.config import check_integer
-from treewise.replay import load_recordings
 from treewise.reproduce.deft import accuracy, attention, models, runs, texts, traffic, utilisation
 from treewise.reproduce.deft.attention import Layer
 from treewise.reproduce.deft.workloads import QUICK, Scale, Setup
@@ -114,8 +114,7 @@ def deft(
         if value is not None:
             check_integer(name, value, 1)
             scale = replace(scale, **cast(dict[str, Any], {name: value}))
-    file = data / "deft_trees.json.gz" if data.is_dir() else data
-    setup = Setup(subject, scale, load_recordings(file))
+    setup = Setup(subject, scale, find_recordings(data))
     layer = Layer.of(subject, subject.config())
     bench = Bench(setup, layer, runs.Engines(setup), text_model)
     check(carry_out(study(bench, only), out, subject.place, minutes))
