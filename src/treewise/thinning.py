@@ -614,10 +614,10 @@ class Thinner:
             counts: list[Count] = [each if len(each) > 1 else each[0] for each in lengths]
             least = len(node.tokens) if case.policy.action == "hide" else 0
             kept = kv.keep(node, counts, least)
-            while kept is None and others and others[0].rank > tree.rank:
+            while kept is None and others and others[0].rank >= tree.rank:
                 other = others.pop(0)
                 if not other.unsettled:  # else what it has decoded has no place in the forest yet
-                    num_preempted += kv.preempt(other.tips())
+                    num_preempted += kv.preempt(other.tips() if other is not tree else _behind(tree, case, node))
                     kept = kv.keep(node, counts, least)
             if kept is not None:
                 runner.move(kv)
@@ -670,6 +670,22 @@ def _base(node: Node | None) -> Node | None:
     while node is not None and not node.sealed:
         node = node.parent
     return node
+
+
+def _behind(tree: BranchTree, case: _Case, node: Node) -> list[Node]:
+    """Return where those branches end that come behind the first that stands on `node`, and do not stand on it.
+
+    Those that wait for logits come first.
+    """
+    below = {node}
+    for each in (stack := [node]):
+        stack += each.children
+        below.update(each.children)
+    tips = list(tree.tips())
+    waiting = [lane.tip() for lane in case.lanes if isinstance(lane, Lane)]
+    line = list(dict.fromkeys([*waiting, *tips]))
+    first = next((place for place, tip in enumerate(line) if tip in below), len(line))
+    return [tip for tip in tips if tip in line[first:] and tip not in below]
 
 
 def _divides(node: Node, own: Collection[Node]) -> bool:
