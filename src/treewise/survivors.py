@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -265,6 +266,55 @@ def pick(
         together = len(held) == len(set(count)) == 1
         chosen.append([torch.stack(kept)] if together else [head[None] for head in kept])
     return chosen
+
+
+class Few(NamedTuple):
+    """Which tokens of a layer's heads stay, in few bytes: those that do, or the others, whichever are fewer.
+
+    Attributes
+    ----------
+    stay : bool
+    which : Tensor [heads, tokens], int32
+    """
+
+    stay: bool
+    which: Tensor
+
+
+Remembered = Sequence[Sequence[Few] | None]
+"""What has been chosen, in few bytes."""
+
+
+def remember(runner: Runner, chosen: Chosen, places: Places) -> Remembered:
+    """Return what has been chosen of the tokens at these places, to be recalled."""
+    return [
+        None if own is None else [_fewer(which, len(parts[place % len(parts)])) for place, which in enumerate(own)]
+        for own, parts in zip(chosen, places, strict=True)
+    ]
+
+
+def recall(runner: Runner, remembered: Remembered, places: Places) -> Chosen:
+    """Return what had been chosen of the tokens at these places."""
+    return [
+        None if own is None else [_all(few, len(parts[place % len(parts)])) for place, few in enumerate(own)]
+        for own, parts in zip(remembered, places, strict=True)
+    ]
+
+
+def _fewer(which: Tensor, tokens: int) -> Few:
+    stay = 2 * which.shape[1] <= tokens
+    return Few(stay, (which if stay else _others(which, tokens)).int())
+
+
+def _all(few: Few, tokens: int) -> Tensor:
+    which = few.which.long()
+    return which if few.stay else _others(which, tokens)
+
+
+def _others(which: Tensor, tokens: int) -> Tensor:
+    """Return the tokens that are not in each row of indices [rows, tokens], ascending."""
+    left = torch.ones((len(which), tokens), dtype=torch.uint8, device=which.device).scatter_(1, which, 0)
+    return top(left, tokens - which.shape[1])
 
 
 def score_together(runner: Runner, policy: KVSparsity, observation: Observation, places: Tensor) -> Tensor:

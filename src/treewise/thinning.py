@@ -20,7 +20,7 @@ from treewise.runner import Runner
 from treewise.scheduler import Lane
 from treewise.sparsity.observation import Observation, Seen
 from treewise.sparsity.policy import KVSparsity
-from treewise.survivors import Chosen, Places, choose, pick, score_path, share_out
+from treewise.survivors import Chosen, Places, Remembered, choose, pick, recall, remember, score_path, share_out
 from treewise.thicket import Thicket
 from treewise.tree import Node
 
@@ -187,7 +187,8 @@ class Thinner:
         observations = [watch.observation for watch in watches]
         queries = sum(each.queries.nbytes + each.lse.nbytes for each in observations)
         chosen = {id(stage.chosen): stage.chosen for tree in self._cases for stage in _remembered(tree)}
-        indices = sum(part.nbytes for own in chosen.values() for layer in cast(Chosen, own) for part in layer or ())
+        few = [few for own in chosen.values() for layer in cast(Remembered, own) for few in layer or ()]
+        indices = sum(each.which.nbytes for each in few)
         return sum(tensor.nbytes for tensor in kept) + (queries + indices) * self.runner.num_ranks
 
     def thinning(self, policy: KVSparsity, num_tokens: int) -> Thinning | None:
@@ -502,7 +503,9 @@ class Thinner:
             if stop.goal is not None or not joint:
                 observations = [watch.observation]
             chosen = self.runner.on_ranks(choose, case.policy, observations, stop.end, budgets, parts[0].places)
-            parts[0].chosen, stage.chosen = chosen, chosen if joint else None
+            parts[0].chosen = chosen
+            if joint:
+                stage.chosen = self.runner.on_ranks(remember, chosen, parts[0].places)
         del case.watches[stop.node, stop.end]
         if joint:  # what branches were given behind the prompt sees what is left of it
             kv.forget(end.children)
@@ -563,9 +566,10 @@ class Thinner:
                 ]
                 for path in through
             ]
-            part.chosen = part.stage.chosen = self.runner.on_ranks(
+            part.chosen = self.runner.on_ranks(
                 pick, [scores[path] for path in through], begins, part.lengths, counts[place]
             )
+            part.stage.chosen = self.runner.on_ranks(remember, part.chosen, part.places)
         for stop in stops:
             del case.watches[stop.node, stop.end]
         return self._replace(tree, case, parts, ends, "", trees)
@@ -600,7 +604,7 @@ class Thinner:
             if (node := next(there, None)) is None:
                 tokens = [token for each in part.nodes for token in each.tokens]
                 node = kv.seal(tokens, tree.namespace, key, None if part.above is None else sealed[part.above])
-                chosen = part.stage.chosen if part.chosen is None else part.chosen
+                chosen = part.chosen or runner.on_ranks(recall, part.stage.chosen, part.places)
                 new.append((node, runner.on_ranks(Runner.gather, part.places, chosen)))
             sealed[part] = node
             if (watch := ends.get(part.nodes[-1])) is not None and watch.last is not None:
