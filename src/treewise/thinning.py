@@ -265,14 +265,14 @@ class Thinner:
         return num_preempted
 
     def hurry(self) -> bool:
-        """Let branches that have come to their stages wait no longer, of the first tree that has any; whether it has.
+        """Let branches that wait for others of theirs wait no longer, of the first tree that has any; whether it has.
 
         For steps in which nobody else has room to go on.
         """
         for tree in sorted(self._cases, key=attrgetter("rank")):
             lanes = (lane for lane in self._cases[tree].lanes if isinstance(lane, Lane))
             if any(tree.rests(lane.tip()) for lane in lanes):
-                tree.hurries = True
+                tree.hurry()
                 return True
         return False
 
@@ -481,7 +481,7 @@ class Thinner:
         tokens = kv.forest.path_tokens(end)
         # What branches have looked at is nobody else's.
         key = "" if thinning.joint or base is not None or tokens != tree.prompt_tokens else thinning.key
-        tree.begun, tree.pressed = True, NEVER
+        tree.begun, tree.hurries, tree.pressed = True, False, NEVER
         if key and (known := kv.match_whole(tokens, tree.namespace, key)):
             tree.stand_on({end: (known, stage)})  # another has been there
             return 0

@@ -135,8 +135,17 @@ class BranchTree:
         return stage if node is None else self.given[node]
 
     def rests(self, tip: Node) -> bool:
-        """Whether the path to `tip` is at its next stage, and has to wait for other branches to come to theirs."""
-        return self.begun and not self.hurries and self.computed(tip, self.next_stage(tip)[0])
+        """Whether the path to `tip` is as far as it may be now, and has to wait for other branches to come as far."""
+        if self.thinning is None or self.hurries or not (self.begun or self.given):
+            return False
+        horizon = self.horizon(tip)
+        return horizon is not None and self.computed(tip, horizon)
+
+    def hurry(self) -> None:
+        """Let branches that are as far as they may be wait for others no more, as these have no room."""
+        self.hurries = True
+        if self.given:
+            self.given = {tip: end for tip, end in self.given.items() if self.computed(tip, end)}
 
     def computed(self, tip: Node, stop: int) -> bool:
         """Whether all tokens of the path to `tip` up to position `stop` are there and have keys."""
