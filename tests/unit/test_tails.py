@@ -1,16 +1,14 @@
 """Branches that are thinned out together while they decode: what they share, what they have alone, and who waits."""
 
-import sys
-from pathlib import Path
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from guesses import Noise, Rivals
-from tiny import EOS, dense_logits, idle, tiny_llm, tiny_model
+from tiny import idle, tiny_llm, tiny_model
 
 from treewise import BeamSearchParams, SamplingParams, generate, keep
-from treewise.kv.kept import num_pages
 from treewise.ops import rotate
 from treewise.sparsity.evidence import Evidence
 from treewise.sparsity.policy import KVSparsity
@@ -18,8 +16,6 @@ from treewise.speculate.ngram import NgramDrafter
 from treewise.speculate.speculator import Speculator
 from treewise.survivors import Few, recall, remember
 from treewise.thinning import Thinner
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 MODEL = tiny_model(windows=(None, 11, None, None), max_positions=200)
 PROMPT = list(range(1, 60))
@@ -122,7 +118,7 @@ def check_text(path, given, stages):
     assert logits[given - 1 : -1].argmax(-1).tolist() == path[given:]
 
 
-def checked(llm, diary, paths):
+def checked(diary, paths):
     for path, given in paths:
         stages = diary.stages(path)
         assert len(stages) > 2, "it was thinned out again and again"
@@ -156,37 +152,30 @@ def test_branches_read_what_was_kept_of_their_paths_whatever_the_steps(policy, m
     for options in OPTIONS:
         llm = tiny_llm(MODEL, kv_sparsity=policy, **options)
         llm.run(trio(told), [PROMPT])
-        checked(llm, diary, told[-1])
+        checked(diary, told[-1])
         idle(llm)
     assert all(paths == told[0] for paths in told)
     assert any(number == 3 and len(parts) == 5 for number, parts in diary.meetings), "the prompt, what two share, tails"
 
 
-def reference(policy, paths, diary):
-    """Yield of each meeting what is kept of each path, by numpy, and what was."""
-    windows = MODEL.config.layer_windows
-    ends = sorted({end for path, _ in paths for end, _ in diary.stages(path)})
-    for end in ends[1:]:
-        together = [path[:end] for path, _ in paths]
-        together = [list(path) for path in dict.fromkeys(map(tuple, together)) if tuple(path) in diary.kept]
-        shared = [[len(prefix(one, other)) for other in together] for one in together]
+def meetings(policy, paths, diary):
+    """Yield of each meeting the paths, how much each shares with each, and of each what it held, with scores."""
+    layers = range(MODEL.config.num_layers)
+    for end in sorted({end for path, _ in paths for end, _ in diary.stages(path)})[1:]:
+        together = [list(path) for path in dict.fromkeys(tuple(path[:end]) for path, _ in paths) if path in diary.kept]
         held, scores = [], []
         for path in together:
-            stages = [stage for stage in diary.stages(path) if stage[0] < end]
-            base, kept = stages[-1]
-            _, layers = seen_by(path, stages)
-            there = [[[*own, *range(base, end)] for own in kept[layer]] for layer in range(len(windows))]
+            *before, (base, kept) = (stage for stage in diary.stages(path) if stage[0] < end)
+            _, seen = seen_by(path, [*before, (base, kept)])
+            there = [[[*own, *range(base, end)] for own in kept[layer]] for layer in layers]
             held.append(there)
-            scores.append([scores_of(policy, layers[layer], there[layer], end, base) for layer in range(len(windows))])
-        cuts = sorted({0, *(end for row in shared for end in row)})
-        budgets = [policy.budgets(end, windows.count(None)) for _ in together]
-        yield together, cuts, shared, held, scores, budgets[0]
+            scores.append([scores_of(policy, seen[layer], there[layer], end, base) for layer in layers])
+        yield together, [[shared(one, other) for other in together] for one in together], held, scores
 
 
-def prefix(one, other):
-    return one[
-        : next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    ]
+def shared(one, other):
+    pairs = zip(one, other, strict=True)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), len(one))
 
 
 def scores_of(policy, layer, there, end, base):
@@ -210,9 +199,10 @@ def test_what_is_kept_is_what_numpy_keeps(monkeypatch):
     llm.run(trio(told), [PROMPT])
     windows, num_meetings = MODEL.config.layer_windows, 0
     full = [layer for layer, window in enumerate(windows) if window is None]
-    for together, _, shared, held, scores, [budget, *_] in reference(POLICY, told[0], diary):
+    for together, common, held, scores in meetings(POLICY, told[0], diary):
         if len(together) < 3:
             continue
+        budget = POLICY.budget
         num_meetings += 1
         # Pieces by who shares them: where they begin, and whose they are.
         joint = {}
@@ -220,7 +210,7 @@ def test_what_is_kept_is_what_numpy_keeps(monkeypatch):
             for layer in full:
                 for head in (0, 1):
                     for place, value in zip(held[path][layer][head], scores[path][layer][head], strict=True):
-                        owners = tuple(other for other in range(3) if shared[path][other] > place)
+                        owners = tuple(other for other in range(3) if common[path][other] > place)
                         joint.setdefault((owners, layer, head, place), {})[path] = value
         joint = {key: np.mean(list(values.values()), dtype=np.float64) for key, values in joint.items()}
         pieces = sorted({owners for owners, *_ in joint}, key=lambda owners: -len(owners))
@@ -235,7 +225,7 @@ def test_what_is_kept_is_what_numpy_keeps(monkeypatch):
                         rows = sorted(
                             (-v, k[3], k[0]) for k, v in joint.items() if k[1:3] == (layer, head) and k[0] in mine
                         )
-                        sizes.append(sum(owners == piece for *_, owners in rows[: left[path]]))
+                        sizes.append(sum(owners == piece for *_, owners in sorted(rows)[: left[path]]))
                 wanted.append(np.mean(sizes))
             count = int(max(wanted) + 0.5)
             for path in piece:
@@ -253,3 +243,196 @@ def test_what_is_kept_is_what_numpy_keeps(monkeypatch):
                     assert kept[layer][head] == [place for own in mine for place in own]
             assert len(kept[0][0]) <= budget + POLICY.window
     assert num_meetings >= 3
+
+
+@pytest.mark.parametrize("options", [{}, {"looks_ahead": True}], ids=str)
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "joint"])
+def test_who_gave_way_comes_back_to_the_same(name, options, monkeypatch):
+    found = []
+    for num_kv_slots in (4096, 210, 180):
+        with monkeypatch.context() as patch:
+            diary, told = Diary(patch), []
+            settings = {"page_size": 1, "enable_prefix_caching": False, "num_kv_slots": num_kv_slots}
+            llm = tiny_llm(MODEL, **settings, **options)
+            engine = llm.engine
+            engine.add(trio(told), PROMPT, seed=0, sparsity=POLICIES[name])
+            for step in range(999):
+                if step in (12, 25, 30):
+
+                    async def other(root):
+                        await generate([root], greedy(25))
+
+                    engine.add(other, [7, 5, 3] * 20 + [step], seed=1, priority=1)
+                engine.step()
+                engine.check_integrity()
+                if not engine.requests:
+                    break
+            found.append((told, diary.kept))
+            assert (engine.scheduler.num_preemptions > 2) == (num_kv_slots < 4096)
+            idle(llm)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("num_kv_slots", [176, 144, 128])
+def test_branches_that_do_not_fit_at_once_do_not_wait_for_ever(num_kv_slots):
+    told = []
+    llm = tiny_llm(MODEL, kv_sparsity=POLICY, num_kv_slots=num_kv_slots)
+    llm.run(trio(told), [PROMPT])
+    assert [len(path) - given for path, given in told[0]] == [26] * 3 and llm.engine.scheduler.num_preemptions
+    idle(llm)
+
+
+def test_a_path_holds_its_budget_and_memory_is_freed():
+    policy = KVSparsity.named("snapkv", budget=24, window=4, sinks=1, every=8)
+    model, held = tiny_model(max_positions=400), {}
+    for name, sparsity in (
+        ("dense", None),
+        ("prompt", KVSparsity.named("snapkv", budget=24, window=4)),
+        ("all", policy),
+    ):
+        llm = tiny_llm(model, kv_sparsity=sparsity, page_size=1, enable_prefix_caching=False)
+        engine, most = llm.engine, [0]
+
+        async def program(root, engine=engine, name=name, most=most):
+            branches = root.fork(5)
+            for number, branch in enumerate(branches):
+                branch.append([30 + number])
+            for _ in range(10):
+                await generate(branches, greedy(10))
+                paths = [engine.kv.forest.path(tip) for tip in root.tree.tips()]
+                most[0] = max(sum(len(engine.kv.slots(node)) for node in path) for path in paths)
+                assert name != "all" or most[0] <= policy.budget + policy.window + policy.every
+            usage = engine.kv.usage(engine.runner.kv_bytes_per_token)
+            assert usage.live_slots == engine.kv.num_slots - engine.kv.pool.num_free
+            held[name] = usage.live_slots
+
+        llm.run(program, [PROMPT])
+        idle(llm)
+    assert held["dense"] == 59 + 5 * 100 and held["prompt"] == 24 + 5 * 100
+    assert held["all"] <= 24 + 5 * (24 + 8) < held["prompt"] / 2.5
+
+
+@pytest.mark.parametrize("budget", [160, 1.0])
+def test_a_budget_that_holds_all_branches_changes_no_bit(budget):
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, logprobs=2, ignore_eos=True)
+    found = []
+    for name in (None, "snapkv"):
+        policy = name and KVSparsity.named(name, budget=budget, every=8)
+        llm = tiny_llm(MODEL, kv_sparsity=policy)
+
+        async def program(root):
+            branches = root.fork(3)
+            await generate(branches, params)
+            return [(branch.path_tokens, branch.logprobs) for branch in branches]
+
+        [output] = llm.run(program, [PROMPT])
+        found.append(output.value)
+    assert found[0] == found[1]
+
+
+def test_forks_and_pruned_branches_between_stages(monkeypatch):
+    diary, told = Diary(monkeypatch), []
+
+    async def program(root):
+        first = root.fork(4)
+        for number, branch in enumerate(first):
+            branch.append([30 + number])
+        await generate(first, greedy(15))
+        best = keep(first, [1, 3, 2, 0], 2)
+        twins = [twin.append([50 + number]) for branch in best for number, twin in enumerate(branch.fork(2))]
+        begun = [branch.num_tokens for branch in twins]
+        await generate(twins, greedy(20))
+        told.append([(branch.path_tokens, given) for branch, given in zip(twins, begun, strict=True)])
+        checked(diary, told[-1])
+        twins[0].prune()
+        [inside] = twins[1].fork(1, at=twins[1].num_tokens - 9)  # in a part that has given up keys
+        begun = inside.append([9]).num_tokens
+        await generate([inside, twins[2]], greedy(12))
+        assert len(inside.path_tokens) == begun + 12
+
+    for options in ({}, {"max_num_rows": 3}, {"looks_ahead": True}):
+        llm = tiny_llm(MODEL, kv_sparsity=POLICY, **options)
+        llm.run(program, [PROMPT])
+        idle(llm)
+    assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.parametrize("wide", [1, 64])
+def test_beams_and_guesses(wide, monkeypatch):
+    monkeypatch.setattr("treewise.decoding.WIDE", wide)
+    beams = tiny_llm(MODEL, kv_sparsity=POLICY, page_size=1)
+    diary = Diary(monkeypatch)
+    [output] = beams.beam_search([PROMPT], BeamSearchParams(beam_width=4, max_tokens=30, ignore_eos=True))
+    assert [len(beam.token_ids) for beam in output.outputs] == [30] * 4
+    assert max(number for number, _ in diary.meetings) > 1, "beams are thinned out together"
+    idle(beams)
+    found = []
+    for guesses in (False, True):
+        llm, told = tiny_llm(MODEL, kv_sparsity=POLICY), []
+        if guesses:
+            engine = llm.engine
+            engine.speculator = Speculator(Rivals([Noise(), NgramDrafter()]), engine.kv, tree_size=9, adaptive=False)
+        llm.run(trio(told), [PROMPT])
+        found += told
+        idle(llm)
+    assert found[0] == found[1]
+
+
+NUMPY = {
+    "knorm": lambda keys, queries, scale: -np.linalg.norm(keys, axis=-1),
+    "keydiff": lambda keys, queries, scale: -unit(keys) @ unit(unit(keys).mean(0)),
+    "streaming": lambda keys, queries, scale: np.arange(len(keys)),
+    "tova": lambda keys, queries, scale: softmax(queries @ keys.T * scale).mean(0),
+}
+
+
+def unit(vectors):
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def softmax(rows):
+    weights = np.exp(rows - rows.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("name", NUMPY)
+def test_a_new_token_replaces_the_lowest(name, looks_ahead, monkeypatch):
+    policy, diary, told = KVSparsity.named(name, budget=14, window=4, sinks=1, every=1), Diary(monkeypatch), []
+    llm = tiny_llm(MODEL, kv_sparsity=policy, looks_ahead=looks_ahead, page_size=1)
+
+    async def program(root):
+        await generate([root], greedy(16))
+        told.append(root.path_tokens)
+
+    llm.run(program, [PROMPT])
+    idle(llm)
+    stages = diary.stages(told[0])
+    assert [end for end, _ in stages][:15] == list(range(59, 59 + 15))
+    check_text(told[0], len(PROMPT), stages)
+    _, layers = seen_by(told[0], stages)
+    for (_, before), (end, kept) in pairwise(stages):
+        for layer in (0, 2, 3):
+            q, k, *_ = layers[layer]
+            there = [[*own, end - 1] for own in before[layer]]
+            asked = [q[end - 1, head * 3 : head * 3 + 3].numpy() for head in (0, 1)]
+            scores = [
+                NUMPY[name](k[own, head].numpy(), asked[head], MODEL.config.attention_scale)
+                for head, own in enumerate(there)
+            ]
+            if name == "tova":
+                scores = [np.mean(scores, axis=0)] * 2
+            for own, values, left in zip(there, scores, kept[layer], strict=True):
+                lowest = min(range(1, len(own) - 4), key=lambda place: (values[place], -place))
+                assert left == own[:lowest] + own[lowest + 1 :]
+
+
+def test_what_was_chosen_is_remembered_in_few_bytes():
+    runner, generator = tiny_llm(MODEL).engine.runner, torch.Generator().manual_seed(0)
+    for kept in (0, 1, 9, 10, 11, 20):
+        which = torch.stack([torch.randperm(20, generator=generator)[:kept].sort().values for _ in range(3)])
+        places = [[torch.arange(20)], [torch.arange(7)]]
+        [[few], nothing] = remembered = remember(runner, [[which], None], places)
+        assert nothing is None and isinstance(few, Few) and few.which.shape[1] == min(kept, 20 - kept)
+        [[back], nothing] = recall(runner, remembered, places)
+        assert nothing is None and torch.equal(back, which)
