@@ -623,6 +623,8 @@ class Thinner:
                 if not other.unsettled:  # else what it has decoded has no place in the forest yet
                     num_preempted += kv.preempt(other.tips() if other is not tree else _behind(tree, case, node))
                     kept = kv.keep(node, counts, least)
+            if kept is None and min(trees, key=attrgetter("rank")) is tree:
+                tree.hurry()  # nobody else will ever make room for it
             if kept is not None:
                 runner.move(kv)
                 runner.on_ranks(Runner.store_kept, kept, thinned)
