@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treewise.batch import Batch
+from treewise.batch import ACCEPTED, Batch
 from treewise.branch import BranchTree
 from treewise.kv import ContiguousPool, Count, KVManager, Stage, Thinning
 from treewise.kv.kept import NEVER, num_pages
@@ -26,6 +26,8 @@ from treewise.tree import Node
 
 AHEAD = 64
 """Most queries that are kept as they come along, before the stage has come at which they are looked at."""
+NEAR = AHEAD + 2 * ACCEPTED
+"""Tokens before a stage from which on a path is watched: a step brings at most as many as are accepted."""
 BETWEEN = 64
 """Tokens that a path gains before it is thinned out again where the pool is short, if the policy does not say."""
 MOST_HEADS = 2**31 - 1
@@ -79,12 +81,13 @@ class _Watch:
 class _Case:
     """A tree whose keys are thinned out: who waits for logits of it, and what is known of the ends of its paths.
 
-    Watches are by the node that leads to a path's end, and where that is.
+    Watches are by the node that leads to a path's end, and where that is. It `is_due` if some path is near that.
     """
 
     policy: KVSparsity
     lanes: Sequence[Lane | Thicket] = ()
     watches: dict[tuple[Node, int], _Watch] = field(default_factory=dict)
+    is_due: bool = False
 
 
 @dataclass(eq=False)
@@ -257,6 +260,9 @@ class Thinner:
             tree.regrow()
             case.lanes = waiting.get(tree, ())
             self._look_ahead(tree)
+            case.is_due = self._is_due(tree, case)
+            if not case.is_due:
+                continue
             num_preempted += self._thin_out_all(tree, case, trees)
             if tree not in unsettled and (stops := self._meeting(tree, case)):
                 num_preempted += self._thin_out_together(tree, case, stops, trees)
@@ -279,7 +285,7 @@ class Thinner:
     def look_back(self, batch: Batch) -> Batch:
         """Return the batch, perhaps with more rows: last tokens of stages that nobody has looked at."""
         asked: dict[tuple[Node, int], BranchTree] = {}
-        for tree, case in self._cases.items():
+        for tree, case in self._due():
             for (node, end), watch in self._watched(tree, case).items():
                 path = self.kv.forest.path(node)
                 if node.end < end or any(batch.computed(n) < min(len(n.tokens), end - n.start) for n in path):
@@ -300,7 +306,7 @@ class Thinner:
         self._ending = []
         self._asked = [(node, place) for node, place in batch.asked() if node in self._last and node in self.kv.kept]
         taken: list[tuple[Observation, dict[int, int]]] = []
-        for tree, case in self._cases.items():
+        for tree, case in self._due():
             for (node, end), watch in self._watched(tree, case).items():
                 watch.length = node.end
                 self._watch_last(watch, node, end, batch)
@@ -335,18 +341,28 @@ class Thinner:
             How many trees had to.
         """
         num_preempted = 0
-        for tree, case in self._cases.items():
+        for tree, case in self._due():
             num_preempted += self._thin_out_all(tree, case, trees)
         self._last = {node: last for node, last in self._last.items() if node in self.kv.kept}
         return num_preempted
 
     # ------------------------------------------------------------------ stages
 
+    def _due(self) -> Iterator[tuple[BranchTree, _Case]]:
+        """Yield the trees of which some path may come to a stage in this step or soon."""
+        return ((tree, case) for tree, case in self._cases.items() if case.is_due)
+
+    @staticmethod
+    def _is_due(tree: BranchTree, case: _Case) -> bool:
+        """Whether some path that somebody waits for is near a stage."""
+        tips = dict.fromkeys(lane.tip() for lane in case.lanes if isinstance(lane, Lane))
+        return not tree.begun or any(tree.next_stage(tip)[0] - tip.end <= NEAR for tip in tips)
+
     def _look_ahead(self, tree: BranchTree) -> None:
         """See whether anybody still comes to the prompt's end; several branches do without what one was to give up."""
         if not tree.begun and not any(self._is_prompt(tree, tip) for tip in set(tree.tips())):
             tree.begun = True
-        if _lone(tree) is None:
+        if tree.pressed < NEVER and _lone(tree) is None:
             tree.pressed = NEVER
 
     def _is_prompt(self, tree: BranchTree, tip: Node) -> bool:
@@ -367,9 +383,11 @@ class Thinner:
     def _watched(self, tree: BranchTree, case: _Case) -> dict[tuple[Node, int], _Watch]:
         """Return the places whose last tokens are looked at, and what is known of them."""
         places: dict[tuple[Node, int], tuple[int, bool]] = {}  # how many queries, and whether these see the path alone
-        own = tree.own()
         for stop in self._stops(tree, case):
-            asked = [] if tree.begun or not tree.given else [each for each in tree.given.items() if each[0] in own]
+            asked = []
+            if tree.given and not tree.begun:
+                own = tree.own()
+                asked = [each for each in tree.given.items() if each[0] in own]
             if case.policy.second_pass:  # behind the prompt, all but the token whose logits nobody asks for
                 asked = [(tip, end - 1) for tip, end in asked if end > stop.end]
             for place in asked:  # those that have gone on from there meanwhile count as well
@@ -396,8 +414,8 @@ class Thinner:
 
     def _ready(self, tree: BranchTree, case: _Case) -> _Stop | None:
         """Return a place at which a path can be thinned out whatever other branches do, if there is one."""
-        stops = self._stops(tree, case)
-        if tree.begun and _lone(tree) is None:
+        stops = [stop for stop in self._stops(tree, case) if tree.computed(stop.node, stop.end)]
+        if tree.begun and stops and _lone(tree) is None:
             stops = [stop for stop in stops if stop.goal is not None]
         if not stops:
             return None
@@ -409,7 +427,7 @@ class Thinner:
 
     def _meeting(self, tree: BranchTree, case: _Case) -> list[_Stop]:
         """Return the places at which branches have come together to be thinned out; none as long as some are late."""
-        stops = self._stops(tree, case)
+        stops = [stop for stop in self._stops(tree, case) if tree.computed(stop.node, stop.end)]
         if not tree.begun or not stops or _lone(tree) is not None:
             return []
         watched = self._watched(tree, case)

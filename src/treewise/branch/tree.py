@@ -76,6 +76,8 @@ class BranchTree:
         self.regrown: dict[Node, Stage] = {}
         self.pressed = NEVER
         self.hurries = False
+        self._next: dict[Node, tuple[int, Stage | None]] = {}  # see `next_stage`, as long as nothing changes
+        self._next_since: tuple[int, bool, int] | None = None
         self.begun = thinning is None or thinning.first != len(prompt_tokens)
         known = None
         if thinning is not None and not self.begun:
@@ -104,13 +106,22 @@ class BranchTree:
         """
         if self.thinning is None:
             return NEVER, None
+        # All that it depends on; what is regrown and sealed changes with the forest.
+        now = self.kv.forest.version, self.begun, self.pressed
+        if now != self._next_since:
+            self._next, self._next_since = {}, now
+        if tip not in self._next:
+            self._next[tip] = self._next_stage(self.thinning, tip)
+        return self._next[tip]
+
+    def _next_stage(self, thinning: Thinning, tip: Node) -> tuple[int, Stage | None]:
         node, goal = self._goal(tip)
         base = None if node is None else self.stages[node]
         while goal is not None:
             if goal.before is base:
                 return goal.end, goal
             goal = goal.before
-        first, every = self.thinning.first, self.thinning.every
+        first, every = thinning.first, thinning.every
         if first == NEVER:
             return self.pressed, None
         if base is None:
@@ -207,12 +218,20 @@ class BranchTree:
         return self.kv.match(self.prompt_tokens, self.namespace, self._most_known)
 
     def _goal(self, tip: Node) -> tuple[Node | None, Stage | None]:
-        """Return the last sealed node of a path, and what the path behind it is to become again."""
-        goal = None
+        """Return the last sealed node of a path, and what the path behind it is to become again.
+
+        A path that ends inside of one that is regrown comes to the same stages as far as it goes.
+        """
+        goal: Stage | None = None
         node: Node | None = tip
         while node is not None and not node.sealed:
             goal = self.regrown.get(node) if goal is None else goal
             node = node.parent
+        for other, stage in self.regrown.items() if goal is None else ():
+            if goal is None and tip in self.kv.forest.path(other):
+                goal = stage
+                while goal is not None and goal.end > tip.end:
+                    goal = goal.before
         return node, goal
 
     def _goes_along(self, tip: Node, stage: Stage) -> bool:
@@ -255,6 +274,7 @@ class BranchTree:
         own = self.own()
         self.stages = {node: stage for node, stage in self.stages.items() if node in own}
         self.regrown = {node: stage for node, stage in self.regrown.items() if node in own}
+        self._next_since = None
 
     def tips(self) -> Iterator[Node]:
         """Yield the node in which each live branch ends, but for those whose forks hold their keys."""
