@@ -58,8 +58,8 @@ def choose(
         if policy.per_head:
             heads = [row for part in rows[layer] for row in part]
             own = top_of_each(heads, policy.allocation.heads(heads, budgets[layer], scored_layer(runner, layer)))
-            together = len(places[layer]) == len(set(map(len, own))) == 1
-            chosen[layer] = [torch.stack(own)] if together else [head[None] for head in own]
+            # Heads that by chance keep as many are by themselves too: a captured step serves whatever they keep.
+            chosen[layer] = [head[None] for head in own]
         else:
             alike.setdefault((rows[layer][0].shape[1], budgets[layer]), []).append(layer)
     for (_, budget), layers in alike.items():
@@ -262,9 +262,7 @@ def pick(
             chosen.append([top(parts[0], count)])
             continue
         rows = [row for part in parts for row in part]
-        kept = top_of_each(rows, count)
-        together = len(held) == len(set(count)) == 1
-        chosen.append([torch.stack(kept)] if together else [head[None] for head in kept])
+        chosen.append([head[None] for head in top_of_each(rows, count)])
     return chosen
 
 

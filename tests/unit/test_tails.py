@@ -436,3 +436,19 @@ def test_what_was_chosen_is_remembered_in_few_bytes():
         assert nothing is None and isinstance(few, Few) and few.which.shape[1] == min(kept, 20 - kept)
         [[back], nothing] = recall(runner, remembered, places)
         assert nothing is None and torch.equal(back, which)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("name", ["snapkv", "novita", "adakv", "joint"])
+def test_branches_on_a_gpu(name, cuda_graphs, monkeypatch):
+    diary, told = Diary(monkeypatch), []
+    model = tiny_model(windows=(None, 11, None, None), max_positions=200).to("cuda")
+    llm = tiny_llm(model, device="cuda", cuda_graphs=cuda_graphs, kv_sparsity=POLICIES[name])
+    llm.run(trio(told), [PROMPT])
+    checked(diary, told[0])
+    assert any(number == 3 for number, _ in diary.meetings)
+    idle(llm)
+    there = tiny_llm(MODEL, kv_sparsity=POLICIES[name])
+    there.run(trio(told), [PROMPT])
+    assert told[0] == told[1]
