@@ -82,7 +82,7 @@ def test_branches_choose_together(two):
 
 
 def test_tails_of_branches(two):
-    """How many tokens each node keeps follows from the first rank's heads, so that it need not be what one device keeps."""
+    """How many tokens each node keeps follows from the first rank's heads: one device may keep others."""
 
     async def program(root):
         branches = root.fork(3)
