@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from guesses import Noise, Rivals
@@ -12,6 +12,7 @@ from tiny import dense_logits, tiny_llm, tiny_model
 from treewise import Rows, SamplingParams, call, decode, gather, generate, keep
 from treewise.branch import DeadBranchError
 from treewise.engine import Request
+from treewise.sparsity.policy import KVSparsity
 from treewise.speculate.ngram import NgramDrafter
 from treewise.speculate.speculator import Speculator
 
@@ -49,11 +50,14 @@ class Load:
     ----------
     guesses : bool
         Whether leaves have guesses of what follows, some of them right.
+    policies : sequence of KVSparsity
+        Of which each request has one: its tokens are not compared.
     options
         Of the `LLM`.
     """
 
-    def __init__(self, guesses: bool = False, **options: Any) -> None:
+    def __init__(self, guesses: bool = False, policies: Sequence[KVSparsity] = (), **options: Any) -> None:
+        self.policies = policies
         self.llm = tiny_llm(MODEL, **options)
         if guesses and options.get("pool", "paged") == "paged":
             drafter = Rivals([Noise(), NgramDrafter()])
@@ -67,8 +71,12 @@ class Load:
         draw = random.Random(f"{kind} {seed}")
         prompt = [*draw.choice(PREFIXES), *(draw.randrange(1, 100) for _ in range(draw.randrange(0, 12)))]
         program: Callable[..., Any] = getattr(self, "_" + kind)
-        terms = {"priority": draw.choice([0, 0, 0, 1, -1]), "namespace": draw.choice(["", "", "tenant"])}
-        self.running.append(self.engine.add(lambda root: program(root, draw), prompt, seed, **terms))
+        policy = draw.choice(self.policies) if self.policies else None
+        terms: dict[str, Any] = {
+            "priority": draw.choice([0, 0, 0, 1, -1]),
+            "namespace": draw.choice(["", "", "tenant"]),
+        }
+        self.running.append(self.engine.add(lambda root: program(root, draw), prompt, seed, sparsity=policy, **terms))
 
     def abort(self, index: int) -> None:
         """End one of the running requests."""
@@ -102,6 +110,8 @@ class Load:
 
     def check(self, branch: Any, start: int) -> None:
         """Compare the tokens of a path from `start` on with the greedy ones after what stands before them."""
+        if branch.tree.thinning is not None:
+            return
         tokens = branch.path_tokens
         best = dense_logits(MODEL, tokens)[start - 1 : -1].argmax(-1).tolist()
         assert best == tokens[start:], f"{tokens[start:]} after {tokens[:start]}, not {best}"

@@ -379,8 +379,8 @@ class Batch:
         if not kv.kept:
             return []
         ends = [*(span.node for span in self.spans), *(base for growth, _ in self.growths for base in growth.bases)]
-        roots = dict.fromkeys(kv.forest.path(end)[0] for end in ends)
-        return [kv.kept[root] for root in roots if root in kv.kept]
+        nodes = dict.fromkeys(node for end in dict.fromkeys(ends) for node in kv.forest.path(end))
+        return [kv.kept[node] for node in nodes if node in kv.kept]
 
     def _forest(self, kv: KVManager) -> _Forest:
         """Return what the rows see, whatever the layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -256,7 +256,8 @@ class Engine:
         self._run_programs()
         if self.speculator is not None:
             self.speculator.begin()
-        self.thinner.begin(self.requests)
+        unsettled = () if self._drawn is None else {run.task.tree for run in self._drawn.runs}
+        self.scheduler.num_preemptions += self.thinner.begin(self.requests, self._lanes, unsettled)
         drawn = self._assume()
         try:
             try:
@@ -274,9 +275,10 @@ class Engine:
         except (PoolTooSmall, KeysGivenUp) as error:
             self._fail(cast(BranchTree, error.tenant), error)
             return
+        batch = self.thinner.look_back(batch)
         if batch.num_rows:
             try:
-                batch = self._guess(self.thinner.look_back(batch), deliveries, waiting)
+                batch = self._guess(batch, deliveries, waiting)
                 seen = self.thinner.watch(batch)
                 plans = self.runner.plan(batch, self.kv)
                 tokens = None if drawn is None else drawn.choices.tokens
@@ -295,6 +297,8 @@ class Engine:
             self._drawn = draw(self.runs, self.limits.eos_token_ids, drafts)
             self.scheduler.num_preemptions += self.thinner.thin_out(self.requests)
             self.runner.plan_ahead(batch, self.kv)
+        elif drawn is None and self.thinner.hurry():
+            pass  # the next step will find room
         elif self._calls and not self._ready and drawn is None:
             patience = [left for task in self._calls.values() if (left := task.seconds_left()) is not None]
             wait(self._calls, min(patience, default=None), FIRST_COMPLETED)
@@ -331,12 +335,16 @@ class Engine:
 
     def _next_batch(self) -> tuple[Batch, list[Delivery], dict[Lane | Thicket, Run]]:
         """Return the rows of the step, who gets which logits, and who waits for any."""
-        waiting = {lane: run for run in self.runs for lane in run.lanes()}
+        waiting = dict(self._lanes())
         try:
             return *self.scheduler.next_batch(list(waiting), list(self.requests)), waiting
         except Crowded:
             self._settle_all()
             return self._next_batch()
+
+    def _lanes(self) -> Iterator[tuple[Lane | Thicket, Run]]:
+        """Yield the paths whose logits somebody waits for, and who does."""
+        return ((lane, run) for run in self.runs for lane in run.lanes())
 
     def _settle_all(self) -> None:
         for tree in self.requests:

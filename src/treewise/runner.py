@@ -465,7 +465,7 @@ class Runner:
         """
         rows = self._rows_of(parts)
         both = rows.index_select(0, self._both(places, rows)).view(self.kv_dtype)
-        return both.view(2, len(places), self.k.shape[2] // parts, -1)
+        return both.view(2, len(places), self.k.shape[2] // parts, self.k.shape[3])
 
     def gather(
         self, places: Sequence[Sequence[Tensor]], chosen: Sequence[Sequence[Tensor] | None]

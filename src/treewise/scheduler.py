@@ -27,6 +27,9 @@ class Tenant(Protocol):
     def horizon(self, tip: Node) -> int | None:
         """Return the position up to which keys of the path to `tip` may be computed now; None for any."""
 
+    def rests(self, tip: Node) -> bool:
+        """Whether the path to `tip` needs no keys before other branches have come as far."""
+
     def tips(self) -> Iterable[Node]:
         """Return the nodes that the tree's live branches hold."""
 
@@ -214,6 +217,8 @@ class Scheduler:
             only_room = self._serve(rest, tip_of, batch, deliveries, line)
             self.num_preemptions += line.num_preemptions
             if not batch.num_rows:
+                if any(lane.tenant.rests(tip) for lane, tip in tip_of.items()):
+                    return batch, []
                 if line.give_all(ranked[0]):
                     self.num_preemptions += 1
                     return self._batch_of_paths(lanes, tenants, beside_thickets)

@@ -189,6 +189,25 @@ class Forest:
         node.last_used = max(node.last_used, upper.last_used)
         self.version += 1
 
+    def move(self, node: Node, parent: Node) -> None:
+        """Let `node`, with all below it, hang below `parent` from now on.
+
+        Raises
+        ------
+        ValueError
+            If the path to `parent` is not as long as that to `node` was.
+        """
+        if parent.end != node.start:
+            raise ValueError(f"parent: {node} cannot follow {parent}")
+        self._take_out(node)
+        node.parent = parent
+        parent.children.append(node)
+        below = [node]
+        for each in below:
+            each.namespace = parent.namespace
+            below += each.children
+        self.version += 1
+
     def remove(self, node: Node) -> None:
         """Take an idle node out of the forest.
 
@@ -199,10 +218,7 @@ class Forest:
         """
         if not node.idle:
             raise ValueError(f"node: {node} is still in use")
-        siblings = self._siblings(node)
-        siblings.remove(node)
-        if not siblings and node.parent is None:
-            del self._roots[node.namespace, node.tokens[0]]
+        self._take_out(node)
         self.version += 1
 
     def path(self, tip: Node | None) -> list[Node]:
@@ -275,6 +291,12 @@ class Forest:
                 assert child.parent is node, f"{child} does not know its parent {node}"
                 assert child.namespace == node.namespace, f"{child} left the namespace of {node}"
                 assert child.computed == 0 or node.computed == len(node.tokens), f"{child} is computed before {node}"
+
+    def _take_out(self, node: Node) -> None:
+        siblings = self._siblings(node)
+        siblings.remove(node)
+        if not siblings and node.parent is None:
+            del self._roots[node.namespace, node.tokens[0]]
 
     def _siblings(self, node: Node) -> list[Node]:
         if node.parent is not None:

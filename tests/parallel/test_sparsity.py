@@ -81,6 +81,25 @@ def test_branches_choose_together(two):
     same(two, work, kv_sparsity=policy(joint=True))
 
 
+def test_tails_of_branches(two):
+    """How many tokens each node keeps follows from the first rank's heads: one device may keep others."""
+
+    async def program(root):
+        branches = root.fork(3)
+        for number, branch in enumerate(branches):
+            branch.append(f"question {number}")
+        await generate(branches, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        return [branch.token_ids for branch in branches], [len(node.tokens) for node in root.tree.stages]
+
+    found = []
+    for options in ({}, {"max_num_rows": 40}, {"num_kv_slots": 1024, "page_size": 1}):
+        llm = engine(two[1], kv_sparsity=policy(every=16), **options)
+        [output] = llm.run(program, [PROMPT])
+        found.append(output.value)
+        idle(llm)
+    assert found[0] == found[1] == found[2] and len(found[0][1]) == 4
+
+
 def test_a_prompt_that_is_read_twice(two):
     same(two, lambda llm: told(llm.generate([OTHER], GREEDY)), kv_sparsity=policy("kvzip"))
 

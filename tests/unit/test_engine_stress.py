@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stress import KINDS, Load
 
+from treewise.sparsity.policy import KVSparsity
+
 POOLS = [("paged", 1), ("paged", 16), ("contiguous", 1)]
+POLICIES = [
+    KVSparsity.named("snapkv", budget=9, window=3, sinks=1, every=3),
+    KVSparsity.named("snapkv", budget=12, window=3, sinks=1, every=5, joint=True),
+    KVSparsity.named("adakv", budget=8, window=2, sinks=1, every=4),
+]
+"""Of which tails of branches are thinned out, together."""
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -22,12 +30,14 @@ class EngineMachine(RuleBasedStateMachine):
         looks_ahead=st.booleans(),
         wide=st.sampled_from([1, 64]),
         guesses=st.booleans(),
+        policies=st.sampled_from([(), POLICIES]),
     )
-    def start(self, pool, num_kv_slots, max_num_rows, caching, looks_ahead, wide, guesses):
+    def start(self, pool, num_kv_slots, max_num_rows, caching, looks_ahead, wide, guesses, policies):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("treewise.decoding.WIDE", wide)
         self.load = Load(
             guesses=guesses,
+            policies=policies if pool[0] == "paged" else (),
             pool=pool[0],
             page_size=pool[1],
             num_kv_slots=num_kv_slots,

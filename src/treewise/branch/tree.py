@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from treewise.branch.handle import PRUNED, Branch
 from treewise.codec import Codec
-from treewise.kv import KVManager, Thinning
+from treewise.kv import KVManager, Stage, Thinning
+from treewise.kv.kept import NEVER
 from treewise.tree import Node
 
 
@@ -33,13 +35,16 @@ class BranchTree:
 
     Attributes
     ----------
-    stump : Node or None
-        The sealed node that the branches stand on once keys have been thinned out.
-    stages : list of int
-        Lengths of the path at which its keys are thinned out, in order: the prompt's, as a rule, and perhaps more as it
-        grows.
-    num_thinned : int
-        How many of these have been reached.
+    stages : dict of Node to Stage
+        The sealed nodes that branches stand on, whether they have keys or have lost them, and what these came from.
+    regrown : dict of Node to Stage
+        Nodes that end where a sealed one did which has lost its keys, and will be replaced by the like of it.
+    begun : bool
+        Whether nobody waits any more for the prompt to be thinned out.
+    pressed : int
+        Where the only branch is thinned out as the pool is short.
+    hurries : bool
+        Whether branches that have come to their stages do not wait for the others, as these have no room.
     given : dict of Node to int, or None
         Where branches end, and at what position, when the first rows of the prompt are wanted: what they were given may
         be computed before the prompt is thinned out. None where nobody waits for it.
@@ -67,14 +72,23 @@ class BranchTree:
         self.unsettled: dict[Callable[[], None], None] = {}  # make branches of what operations under way have decoded
         self.fallen: list[Callable[[], None]] = []  # make branches of what these have pruned
         self.thinning = thinning
-        self.stump: Node | None = None
-        self.stages = [] if thinning is None else [thinning.first]
-        if thinning is not None and thinning.first == len(prompt_tokens):
-            self.stump = kv.match_whole(self.prompt_tokens, namespace, thinning.key)
-        known = kv.match(self.prompt_tokens, namespace, self._most_known) if self.stump is None else self.stump
-        self.num_thinned = int(self.stump is not None)
-        waits = thinning is not None and thinning.joint and self.stump is None
-        self.given: dict[Node, int] | None = {} if waits else None
+        self.stages: dict[Node, Stage] = {}
+        self.regrown: dict[Node, Stage] = {}
+        self.pressed = NEVER
+        self.hurries = False
+        self._next: dict[Node, tuple[int, Stage | None]] = {}  # see `next_stage`, as long as nothing changes
+        self._next_since: tuple[int, bool, int] | None = None
+        self.begun = thinning is None or thinning.first != len(prompt_tokens)
+        known = None
+        if thinning is not None and not self.begun:
+            known = kv.match_whole(self.prompt_tokens, namespace, thinning.key)
+        self.given: dict[Node, int] | None = None
+        if known is not None:
+            self.begun, self.stages[known] = True, Stage(known.end)
+        else:
+            known = kv.match(self.prompt_tokens, namespace, self._most_known)
+            if thinning is not None and thinning.joint:
+                self.given = {}
         self.cached_tokens = 0 if known is None else _computed_tokens(kv, known)
         self.num_known = 0 if known is None else known.end
         self.root = Branch(self, None, 0, None)
@@ -85,25 +99,69 @@ class BranchTree:
         self.root.tokens = list(self.prompt_tokens)
         self.root.logprobs = [None] * len(self.prompt_tokens)
 
-    @property
-    def stage(self) -> int | None:
-        """The length at which the path is thinned out next; None if it is not."""
-        return self.stages[self.num_thinned] if self.num_thinned < len(self.stages) else None
+    def next_stage(self, tip: Node) -> tuple[int, Stage | None]:
+        """Return the length at which the path to `tip` is thinned out next, and what comes of it, if that is known.
+
+        The length is `NEVER` if it is not. Where it lies follows from the length of the path alone.
+        """
+        if self.thinning is None:
+            return NEVER, None
+        # All that it depends on; what is regrown and sealed changes with the forest.
+        now = self.kv.forest.version, self.begun, self.pressed
+        if now != self._next_since:
+            self._next, self._next_since = {}, now
+        if tip not in self._next:
+            self._next[tip] = self._next_stage(self.thinning, tip)
+        return self._next[tip]
+
+    def _next_stage(self, thinning: Thinning, tip: Node) -> tuple[int, Stage | None]:
+        node, goal = self._goal(tip)
+        base = None if node is None else self.stages[node]
+        while goal is not None:
+            if goal.before is base:
+                return goal.end, goal
+            goal = goal.before
+        first, every = thinning.first, thinning.every
+        if first == NEVER:
+            return self.pressed, None
+        if base is None:
+            return first if every is not None or not self.begun else NEVER, None
+        return NEVER if every is None else first + ((base.end - first) // every + 1) * every, None
 
     def horizon(self, tip: Node) -> int | None:
         """Return the position up to which keys of the path to `tip` may be computed now.
 
         Those behind it wait until what is there is thinned out. None where there is nothing to wait for.
         """
-        stage = self.stage
-        if stage is None or self.given is None:
-            return stage
+        if self.thinning is None:
+            return None
+        stage, _ = self.next_stage(tip)
+        if self.begun or self.given is None:
+            return None if stage == NEVER else stage
         if not self.given:
             self.given = {end: end.end for end in self.tips() if end.end >= stage}
         node: Node | None = tip
         while node is not None and node not in self.given:
             node = node.parent
         return stage if node is None else self.given[node]
+
+    def rests(self, tip: Node) -> bool:
+        """Whether the path to `tip` is as far as it may be now, and has to wait for other branches to come as far."""
+        if self.thinning is None or self.hurries or not (self.begun or self.given):
+            return False
+        horizon = self.horizon(tip)
+        return horizon is not None and self.computed(tip, horizon)
+
+    def hurry(self) -> None:
+        """Let branches that are as far as they may be wait for others no more, as these have no room."""
+        self.hurries = True
+        if self.given:
+            self.given = {tip: end for tip, end in self.given.items() if self.computed(tip, end)}
+
+    def computed(self, tip: Node, stop: int) -> bool:
+        """Whether all tokens of the path to `tip` up to position `stop` are there and have keys."""
+        path = (node for node in self.kv.forest.path(tip) if node.start < stop)
+        return stop <= tip.end and all(node.computed >= min(len(node.tokens), stop - node.start) for node in path)
 
     @property
     def _most_known(self) -> int | None:
@@ -112,45 +170,111 @@ class BranchTree:
             return None
         return max(0, len(self.prompt_tokens) - self.thinning.num_queries)
 
-    def stand_on(self, stump: Node, end: Node) -> None:
-        """Let branches stand on `stump`, what is left of the path to `end`, from now on."""
-        self.stump = stump
-        self.given = None
-        self.num_thinned += 1
-        self._transplant(end, stump)
+    def stand_on(self, sealed: Mapping[Node, tuple[Node, Stage]]) -> None:
+        """Let branches stand from now on on new sealed nodes.
+
+        Parameters
+        ----------
+        sealed : mapping of Node to (Node, Stage)
+            Of old nodes, parents first, the new ones that end where they do. What hangs below an old one, and is
+            neither old itself nor of another tree, hangs below the new one then.
+        """
+        self._replant(sealed)
+        self.stages.update(sealed.values())
+        self._tidy()
 
     def regrow(self) -> None:
-        """Go back to the beginning, as the stump has lost its keys: they will be computed again, stage by stage."""
-        stump = self.stump
-        assert stump is not None, "there is a stump"
-        self.stump, self.num_thinned = None, 0
-        if stump.idle:  # nobody stands on it any more
-            self.stages = []
+        """Begin again with the paths whose sealed nodes have lost their keys: they will be computed stage by stage."""
+        lost = [node for node in self.stages if node not in self.kv.kept]
+        if not lost:
             return
-        known = self.kv.match(self.prompt_tokens, self.namespace, self._most_known)
-        start = 0 if known is None else known.end
-        self._transplant(stump, self.kv.forest.add(known, stump.tokens[start:], self.namespace))
-
-    def _transplant(self, end: Node, place: Node) -> None:
-        """Let all that branches have below `end` be below `place`, which ends in the same token."""
-        moved = {end: place}
-        left = []
-        for branch in self.alive:
-            line: list[Node] = []
-            node = branch.tip
-            while node is not None and node is not end:
-                line.append(node)
-                node = node.parent
-            if branch.tip is None or node is None:  # a fork from further up keeps all that it has
+        places: dict[Node, tuple[Node, Stage]] = {}
+        for node in sorted(self.own().intersection(lost), key=attrgetter("start")):
+            stage = self.stages[node]
+            above: Node | None
+            if node.parent in places:
+                above, tokens = places[node.parent][0], node.tokens
+            else:
+                above = self._known(stage)
+                tokens = self.kv.forest.path_tokens(node)[0 if above is None else above.end :]
+            if above is not None and not tokens:  # another has been there
+                places[node] = above, stage
                 continue
-            below = place
-            for node in reversed(line):
-                if node not in moved:
-                    moved[node] = self.kv.forest.add(below, node.tokens)
-                below = moved[node]
-            left.append(branch.tip)
-            branch.tip = self.kv.hold(below)
-        self.kv.drop(left, sys.maxsize)
+            place = self.kv.forest.add(above, tokens, self.namespace)
+            self.regrown[place], places[node] = stage, (place, stage)
+        self._replant(places)
+        self._tidy()
+
+    def _known(self, stage: Stage) -> Node | None:
+        """Return what there is of the path on which `stage` lies: of the prompt what is left, or some that is whole."""
+        assert self.thinning is not None, "keys were given up"
+        while stage.before is not None:
+            stage = stage.before
+        if stage.end == len(self.prompt_tokens) and not self.thinning.joint:
+            known = self.kv.match_whole(self.prompt_tokens, self.namespace, self.thinning.key)
+            if known is not None:
+                self.stages[known] = stage
+                return known
+        return self.kv.match(self.prompt_tokens, self.namespace, self._most_known)
+
+    def _goal(self, tip: Node) -> tuple[Node | None, Stage | None]:
+        """Return the last sealed node of a path, and what the path behind it is to become again.
+
+        A path that ends inside of one that is regrown comes to the same stages as far as it goes.
+        """
+        goal: Stage | None = None
+        node: Node | None = tip
+        while node is not None and not node.sealed:
+            goal = self.regrown.get(node) if goal is None else goal
+            node = node.parent
+        for other, stage in self.regrown.items() if goal is None else ():
+            if goal is None and tip in self.kv.forest.path(other):
+                goal = stage
+                while goal is not None and goal.end > tip.end:
+                    goal = goal.before
+        return node, goal
+
+    def _goes_along(self, tip: Node, stage: Stage) -> bool:
+        """Whether the path to `tip` comes to `stage`, or never has been further."""
+        _, goal = self._goal(tip)
+        if goal is None:
+            return True
+        while goal is not None and goal is not stage:
+            goal = goal.before
+        return goal is stage
+
+    def own(self) -> set[Node]:
+        """Return the nodes on the paths of live branches."""
+        return {node for tip in set(self.tips()) for node in self.kv.forest.path(tip)}
+
+    def _replant(self, places: Mapping[Node, tuple[Node, Stage]]) -> None:
+        """Let what branches have below some nodes, parents first, be below others that end in the same tokens.
+
+        What is regrown and comes to another stage than that of the new node stays.
+        """
+        own, tips = self.own(), set(self.tips())
+        ends = [self.kv.hold(node) for node in places]  # which are there until all have moved
+        moving = {tip for tip in tips if tip in places and self._goes_along(tip, places[tip][1])}
+        staying = {
+            old: {node for tip in tips if not self._goes_along(tip, stage) for node in self.kv.forest.path(tip)}
+            for old, (_, stage) in places.items()
+        }
+        for old, (new, _) in places.items():
+            for child in [child for child in old.children if child in own]:
+                if child not in places and child not in staying[old]:
+                    self.kv.forest.move(child, new)
+        for branch in self.alive:
+            if branch.tip in moving:
+                ends.append(branch.tip)
+                branch.tip = self.kv.hold(places[branch.tip][0])
+        self.kv.drop(ends, sys.maxsize)
+
+    def _tidy(self) -> None:
+        """Forget nodes that no branch needs any more."""
+        own = self.own()
+        self.stages = {node: stage for node, stage in self.stages.items() if node in own}
+        self.regrown = {node: stage for node, stage in self.regrown.items() if node in own}
+        self._next_since = None
 
     def tips(self) -> Iterator[Node]:
         """Yield the node in which each live branch ends, but for those whose forks hold their keys."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -14,6 +16,10 @@ from treewise.kv.pool import Slots
 
 Count = int | tuple[int, ...]
 """Tokens that a layer keeps in each of its KV heads, or those of each where they differ."""
+
+
+NEVER = sys.maxsize
+"""The length of a path that nobody thins out."""
 
 
 class Strips(NamedTuple):
@@ -50,12 +56,37 @@ class Thinning(NamedTuple):
         The length of the path at which it begins: the prompt's, or more where a prompt is kept whole.
     joint : bool
         Whether it begins only when branches have computed what they were given behind the prompt.
+    every : int or None
+        Tokens from there on after which it happens again; None: it does not.
     """
 
     key: str
     num_queries: int
     first: int
     joint: bool
+    every: int | None
+
+
+@dataclass(eq=False)
+class Stage:
+    """What a sealed node came from, so that it can be made again.
+
+    Attributes
+    ----------
+    end : int
+        Where it ends.
+    before : Stage or None
+        That of the last sealed node on the path as it was before; None if it had given up no keys.
+    above : Stage or None
+        That of its parent, with which it was made.
+    chosen : object or None
+        Which of its tokens stay, of those that had keys; None where that follows from its last queries alone.
+    """
+
+    end: int
+    before: Stage | None = None
+    above: Stage | None = None
+    chosen: object | None = None
 
 
 class Kept(NamedTuple):

@@ -195,12 +195,19 @@ class KVManager:
     def prefix(self, tip: Node, length: int) -> Node:
         """Return the node in which the first `length` tokens of the path to `tip` end, cutting one if need be.
 
-        A sealed node is not cut: what ends inside it begins a path of its own, with keys of its own.
+        A sealed node is not cut: what ends inside it begins a node of its own, with keys of its own, below the same
+        one, or a path of its own where there is none above.
         """
         node = tip
         while node.start >= length:
             assert node.parent is not None, "a path starts at 0"
             node = node.parent
+        if node.sealed and length < node.end and node.parent is not None:
+            tokens = node.tokens[: length - node.start]
+            for other in node.parent.children:
+                if not other.sealed and other.tokens[: len(tokens)] == tokens:
+                    return self.cut(other, len(tokens))
+            return self.forest.add(node.parent, tokens)
         if node.sealed and length < node.end:
             tokens, namespace = node.tokens[:length], node.namespace.partition(SEALED)[0]
             known = self.match(tokens, namespace)
@@ -208,13 +215,13 @@ class KVManager:
             return known if known and start == length else self.forest.add(known, tokens[start:], namespace)
         return self.cut(node, length - node.start)
 
-    def seal(self, tokens: Sequence[int], namespace: str, key: str = "") -> Node:
+    def seal(self, tokens: Sequence[int], namespace: str, key: str = "", parent: Node | None = None) -> Node:
         """Return a new node for the whole path `tokens`, which will keep some of its keys only; see `keep`.
 
         Others find it by `match_whole` if there is a `key`, which says all else that what it keeps depends on; and only
-        then it stays as a cached prefix.
+        then it stays as a cached prefix. Given a `parent`, which is sealed, it stands for the part of a path below.
         """
-        node = self.forest.add(None, tokens, namespace + SEALED + key)
+        node = self.forest.add(parent, tokens, namespace + SEALED + key)
         node.sealed = True
         return node
 
@@ -341,6 +348,16 @@ class KVManager:
         node.computed = min(node.computed, length)
         self.forest.version += 1
 
+    def forget(self, nodes: Iterable[Node]) -> None:
+        """Take back the keys of `nodes` and of all below, none of which are sealed; they will be computed again."""
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            self.pool.shrink(node, 0)
+            node.computed = 0
+            stack += node.children
+        self.forest.version += 1
+
     def preempt(self, tips: Iterable[Node]) -> bool:
         """Free what only the branches ending in `tips` need; their nodes stay, to be computed again.
 
@@ -379,6 +396,8 @@ class KVManager:
         self.pool.check_integrity(self.forest)
         for node in self.forest:
             length = len(self.pool.slots(node))
+            if node.sealed:
+                assert node.parent is None or node.parent.sealed, f"{node} has given up keys, and {node.parent} has not"
             if node in self.kept:
                 assert node.sealed and not length and node.computed == len(node.tokens), f"{node} keeps too much"
                 continue
@@ -443,10 +462,11 @@ class KVManager:
     def _num_dense(self, live: set[Node]) -> int:
         """Return of how many tokens `live` nodes would have keys had none been given up.
 
-        A sealed node stands for a whole path, which a dense cache would share with other paths as far as they agree.
+        A sealed root stands for a whole path, which a dense cache would share with other paths as far as they agree.
         """
-        sealed = sorted((node.namespace.partition(SEALED)[0], node.tokens) for node in live & self.kept.keys())
-        total = sum(node.computed for node in live - self.kept.keys())
+        roots = (node for node in live & self.kept.keys() if node.parent is None)
+        sealed = sorted((node.namespace.partition(SEALED)[0], node.tokens) for node in roots)
+        total = sum(node.computed for node in live if node not in self.kept or node.parent is not None)
         before: dict[str, list[int]] = {}
         for namespace, tokens in sealed:
             node, _, shared = self.forest.match(tokens, namespace)
