@@ -336,7 +336,7 @@ class LLM:
         seeds = [None if seed is None else row_key(seed, (0,))]
         terms = _Terms(priority, namespace, kv_sparsity)
         [request] = self._submit([prompt], [lambda root: program(root, **kwargs)], seeds, terms)
-        return self._program_output((yield from self._follow(request)), program.__name__)
+        return self.program_output((yield from self._follow(request)), program.__name__)
 
     def beam_search(
         self,
@@ -412,7 +412,7 @@ class LLM:
             terms = _Terms(priority, namespace, kv_sparsity)
             requests = self._complete(prompts, programs, seeds, terms, budgets, live=live)
         tolerant = on_error == "return"
-        return self._collect(requests, lambda i, request: self._program_output(request, program.__name__), tolerant)
+        return self._collect(requests, lambda i, request: self.program_output(request, program.__name__), tolerant)
 
     @property
     def cache_statistics(self) -> CacheStatistics:
@@ -469,7 +469,7 @@ class LLM:
         try:
             for prompt, program, seed, kept, own in zip(prompts, programs, seeds, sparsities, each, strict=True):
                 try:
-                    tokens, turns = self._encoded(prompt)
+                    tokens, turns = self.encode(prompt)
                     policy = self.kv_sparsity if kept is None else sparsity_policy(kept, self.kv_budget)
                     named = dict(zip(names, own, strict=True))
                     request = self.engine.add(program, tokens, seed, **named, sparsity=policy)
@@ -547,8 +547,14 @@ class LLM:
             raise RequestsFailed(errors, outputs)
         return outputs
 
-    def _encoded(self, prompt: Prompt) -> tuple[list[int], list[Conversation]]:
-        """Return a prompt's tokens, and the turns that it is known to have."""
+    def encode(self, prompt: Prompt) -> tuple[list[int], list[Conversation]]:
+        """Return a prompt's tokens, and the turns that it is known to have.
+
+        Raises
+        ------
+        ValueError
+            If it is no prompt, or has what the vocabulary or the chat template does not know.
+        """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt), []
         if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping):
@@ -576,7 +582,8 @@ class LLM:
             tree=self.tree(request, branches[0] if branches else None, "generate"),
         )
 
-    def _program_output(self, request: Request, name: str) -> ProgramOutput:
+    def program_output(self, request: Request, name: str) -> ProgramOutput:
+        """Return what came of a program that has ended; `name` is what drawings of its tree call it."""
         value = request.result
         best = value
         while isinstance(best, list | tuple) and best:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from treewise import __version__
 from treewise.server.choices import Delta, Entry
-from treewise.server.description import describe
+from treewise.server.description import BODIES, describe
 from treewise.server.driver import ClientGone, Driver, End, Refused
 from treewise.server.errors import ApiError, api_error, invalid_body
 from treewise.server.orders import Order, Orders
@@ -43,8 +44,18 @@ OPEN_PATHS = ("/", "/health", "/ready", "/version", "/openapi.json")
 PATIENCE = 30.0
 """Seconds in which a body must have come."""
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of what Prometheus reads."""
+
 LONG = 1 << 16
 """Bytes from which on a body is understood in a thread of its own, so that it holds up nobody; grammars always are."""
+
+TRACE = ("traceparent", "tracestate")
+"""Headers of W3C Trace Context."""
+
+SEED = "x-treewise-seed"
+"""The header with the seed, an integer, that the prompts of a request without a seed of its own draw theirs from. A
+request that is sent again with the same one draws the same tokens."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -226,6 +237,32 @@ class JobResponse(Response):
         return {"x-request-id": self.ticket.job.id}
 
 
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body of a request, which is to be JSON.
+
+    Raises
+    ------
+    ApiError
+        If it is said to be anything else, is too large, or does not come.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # NOTE: browsers let any page send other types to a server on the same machine without asking it first.
+    if kind != "application/json":
+        raise ApiError(f"content-type: {kind!r:.100} is not application/json", 415)
+    data = bytearray()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > max_bytes:
+                    raise ApiError(f"the body is larger than {max_bytes} bytes", 413)
+    except ClientDisconnect:
+        raise ApiError("the client has gone before all of the body had come") from None
+    except TimeoutError:
+        raise ApiError(f"the body has not come in {PATIENCE:g} seconds", 408) from None
+    return bytes(data)
+
+
 class Application:
     """What the routes do, for one engine.
 
@@ -284,11 +321,12 @@ class Application:
         try:
             self.driver.check_open()
             body = await self._read(request, model)
-            trace = {name: value for name in ("traceparent", "tracestate") if (value := request.headers.get(name))}
+            trace = {name: value for name in TRACE if (value := request.headers.get(name))}
+            seed = _seed(request.headers.get(SEED))
             if body.is_constrained or int(request.headers.get("content-length", LONG)) >= LONG:
-                order = await asyncio.to_thread(read, body, arrived, trace)
+                order = await asyncio.to_thread(read, body, arrived, trace, seed)
             else:
-                order = read(body, arrived, trace)
+                order = read(body, arrived, trace, seed)
             self.driver.submit(order.ticket)
         except Exception as error:
             wrong = api_error(error)
@@ -308,23 +346,9 @@ class Application:
         ------
         ApiError
         """
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # NOTE: browsers let any page send other types to a server on the same machine without asking it first.
-        if kind != "application/json":
-            raise ApiError(f"content-type: {kind!r:.100} is not application/json", 415)
-        data = bytearray()
+        data = await read_body(request, self.options.max_body_bytes)
         try:
-            async with asyncio.timeout(PATIENCE):
-                async for chunk in request.stream():
-                    data += chunk
-                    if len(data) > self.options.max_body_bytes:
-                        raise ApiError(f"the body is larger than {self.options.max_body_bytes} bytes", 413)
-        except ClientDisconnect:
-            raise ApiError("the client has gone before all of the body had come") from None
-        except TimeoutError:
-            raise ApiError(f"the body has not come in {PATIENCE:g} seconds", 408) from None
-        try:
-            return model.model_validate_json(bytes(data))
+            return model.model_validate_json(data)
         except ValidationError as error:
             raise invalid_body(error.errors(include_url=False, include_context=False, include_input=False)) from None
 
@@ -418,32 +442,53 @@ def create_app(driver: Driver, options: ServerOptions, metrics: Callable[[], byt
         finally:
             await driver.stop()
 
+    async def metrics_route() -> Response:
+        """Return counters and histograms for Prometheus."""
+        assert metrics is not None
+        return Response(metrics(), media_type=METRICS_TYPE)
+
+    endpoints: dict[str, Callable[..., Any]] = {
+        "/v1/completions": application.completions,
+        "/v1/chat/completions": application.chat_completions,
+        "/v1/models": application.models,
+        "/v1/models/{model:path}": application.one_model,
+        "/tokenize": application.tokenize,
+        "/detokenize": application.detokenize,
+        "/tokenizer_info": application.tokenizer_info,
+        "/health": application.health,
+        "/ready": application.ready,
+        "/version": application.version,
+        "/strategies": application.strategies,
+        "/state": application.state,
+        **({} if metrics is None else {"/metrics": metrics_route}),
+    }
+    return assemble(endpoints, options, lifespan, application.refused)
+
+
+def assemble(
+    endpoints: Mapping[str, Callable[..., Any]],
+    options: ServerOptions,
+    lifespan: Callable[[FastAPI], Any],
+    refused: Callable[[ApiError], None],
+) -> FastAPI:
+    """Return an application of endpoints: with the page, its description, and those kept out who have no key.
+
+    Parameters
+    ----------
+    endpoints : mapping of str to async function
+        By path; those in `BODIES` take POST, the others GET.
+    options : ServerOptions
+    lifespan : callable
+        See FastAPI.
+    refused : callable
+        Told that somebody may not come in.
+    """
     app = FastAPI(title="treewise", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    for path, method, route in (
-        ("/v1/completions", "POST", application.completions),
-        ("/v1/chat/completions", "POST", application.chat_completions),
-        ("/v1/models", "GET", application.models),
-        ("/v1/models/{model:path}", "GET", application.one_model),
-        ("/tokenize", "POST", application.tokenize),
-        ("/detokenize", "POST", application.detokenize),
-        ("/tokenizer_info", "GET", application.tokenizer_info),
-        ("/health", "GET", application.health),
-        ("/ready", "GET", application.ready),
-        ("/version", "GET", application.version),
-        ("/strategies", "GET", application.strategies),
-        ("/state", "GET", application.state),
-    ):
-        app.add_api_route(path, route, methods=[method], response_model=None)
-    if metrics is not None:
-
-        async def metrics_route() -> Response:
-            """Return counters and histograms for Prometheus."""
-            return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-        app.add_api_route("/metrics", metrics_route, methods=["GET"], response_model=None)
+    for path, endpoint in endpoints.items():
+        app.add_api_route(path, endpoint, methods=["POST" if path in BODIES else "GET"], response_model=None)
     add_page(app)
     app.openapi = cache(partial(describe, app, bool(options.api_key)))  # type: ignore[method-assign]
-    app.add_middleware(Gate, keys=options.api_key, refused=application.refused)
+    app.add_middleware(Gate, keys=options.api_key, refused=refused)
     if options.allowed_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=options.allowed_origin, allow_methods=["*"], allow_headers=["*"]
@@ -454,6 +499,20 @@ def create_app(driver: Driver, options: ServerOptions, metrics: Callable[[], byt
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
     return app
+
+
+def _seed(text: str | None) -> int | None:
+    """Read the header `SEED`.
+
+    Raises
+    ------
+    ApiError
+    """
+    if text is None:
+        return None
+    if not re.fullmatch(r"-?[0-9]{1,20}", text):
+        raise ApiError(f"{SEED}: {text!r:.100} is not an integer of at most 20 digits")
+    return int(text)
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

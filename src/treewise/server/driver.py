@@ -23,6 +23,7 @@ from treewise.operations import Gain
 from treewise.results import Usage
 from treewise.server.jobs import Job, Observer, Outcome
 from treewise.sparsity.policy import KVSparsity
+from treewise.turns import Conversation
 
 logger = logging.getLogger("treewise.server")
 
@@ -68,12 +69,15 @@ class Part:
     seed : int or None
     token_budget : int or None
         Tokens that the program may decode.
+    turns : list of Conversation
+        What the prompt is known to say, see `Branch.message`.
     """
 
     program: Program
     prompt_tokens: list[int]
     seed: int | None = None
     token_budget: int | None = None
+    turns: Sequence[Conversation] = ()
 
 
 class Watcher(Protocol):
@@ -402,6 +406,7 @@ class Driver:
                         budget=None if part.token_budget is None else Budget(part.token_budget),
                         sparsity=ticket.sparsity,
                     )
+                    request.tree.root.conversations += part.turns
                     ticket.requests.append(request)
                     self._parts[request.tree] = ticket, number, request
             except Exception as error:

@@ -24,7 +24,7 @@ class Job:
     id : str
         ``"cmpl-…"`` or ``"chatcmpl-…"``, as the client sees it.
     kind : str
-        ``"completion"``, ``"chat"`` or ``"search"``.
+        ``"completion"``, ``"chat"``, ``"search"``, or ``"program"`` where a replica runs one.
     strategy : str
         ``"generate"``, ``"beam"`` or another strategy's name.
     prompt_tokens : int

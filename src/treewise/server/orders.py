@@ -15,6 +15,7 @@ from treewise.engine import Program
 from treewise.grammar import Grammar
 from treewise.llm import LLM, sample, search_beams, sparsity_policy
 from treewise.outputs import plain
+from treewise.sampler import row_key
 from treewise.search import STRATEGIES
 from treewise.server.choices import Choices, Prompt
 from treewise.server.driver import Part, Ticket
@@ -111,7 +112,9 @@ class Orders:
 
     # ------------------------------------------------------------------ endpoints
 
-    def completion(self, body: CompletionRequest, arrived: float, trace: Mapping[str, str]) -> Order:
+    def completion(
+        self, body: CompletionRequest, arrived: float, trace: Mapping[str, str], seed: int | None = None
+    ) -> Order:
         """Read the body of `/v1/completions`.
 
         Raises
@@ -135,9 +138,12 @@ class Orders:
             echo = [Prompt.of(self.llm.tokenizer, *pair) for pair in each]
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         task = self._task(body, max_tokens, top, echo, body.best_of)
-        return self._order("completion", body, task, prompts, CompletionForm(self.llm.tokenizer, top), arrived, trace)
+        form = CompletionForm(self.llm.tokenizer, top)
+        return self._order("completion", body, task, prompts, form, arrived, trace, seed)
 
-    def chat(self, body: ChatCompletionRequest, arrived: float, trace: Mapping[str, str]) -> Order:
+    def chat(
+        self, body: ChatCompletionRequest, arrived: float, trace: Mapping[str, str], seed: int | None = None
+    ) -> Order:
         """Read the body of `/v1/chat/completions`.
 
         Raises
@@ -158,7 +164,7 @@ class Orders:
             raise ApiError("max_completion_tokens: give it or max_tokens, not both", param="max_completion_tokens")
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         task = self._task(body, max_tokens, top, (), None)
-        return self._order("chat", body, task, [prompt], ChatForm(self.llm.tokenizer, top), arrived, trace)
+        return self._order("chat", body, task, [prompt], ChatForm(self.llm.tokenizer, top), arrived, trace, seed)
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model; without a name this server's is meant.
@@ -243,6 +249,7 @@ class Orders:
         form: Form,
         arrived: float,
         trace: Mapping[str, str],
+        seed: int | None,
     ) -> Order:
         if body.namespace is not None and body.cache_salt is not None:
             raise ApiError("cache_salt: it is another name of namespace; give one of them", param="cache_salt")
@@ -271,9 +278,12 @@ class Orders:
             trace=trace,
             prompts=prompts,
         )
+        seeds = [
+            body.seed if seed is None or body.seed is not None else row_key(seed, (i,)) for i in range(len(prompts))
+        ]
         ticket = Ticket(
             job,
-            [Part(task.program, tokens, body.seed, task.token_budget) for tokens in prompts],
+            [Part(task.program, tokens, own, task.token_budget) for tokens, own in zip(prompts, seeds, strict=True)],
             task.watcher,
             body.priority,
             body.namespace or body.cache_salt or "",

@@ -9,13 +9,20 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
+from treewise.llm import LLM
+from treewise.server.app import create_app
 from treewise.server.driver import Driver
-from treewise.server.settings import ServerOptions
+from treewise.server.jobs import Observer
+from treewise.server.journal import Journal, write_log
+from treewise.server.metrics import Metrics
+from treewise.server.settings import ServerOptions, Telemetry
+from treewise.server.traces import Traces
 
 logger = logging.getLogger("treewise.server")
 
@@ -26,8 +33,33 @@ LAST_WORDS = 5
 """Seconds that responses get to be sent once their jobs have ended."""
 
 
+class Worker(Protocol):
+    """What works for an application."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+
+    async def drain(self, timeout: float) -> bool:
+        """Take no new requests, and end what is left after so many seconds; whether nothing was."""
+
+
+def make_app(llm: LLM, options: ServerOptions, telemetry: Telemetry) -> tuple[FastAPI, Driver]:
+    """Return the application that serves a model, and what works for it."""
+    name = options.served_model_name or Path(llm.model_name).name
+    metrics = Metrics(llm.engine, name)
+    observers: list[Observer] = [metrics]
+    if telemetry.log_json:
+        write_log()
+        observers.append(Journal(llm.tokenizer if telemetry.log_prompts else None))
+    if telemetry.traces_endpoint is not None:
+        observers.append(Traces(telemetry.traces_endpoint, name))
+    driver = Driver(llm, options.max_running, options.max_waiting, options.time_limit, observers)
+    return create_app(driver, options, metrics.text), driver
+
+
 def serve(
-    app: FastAPI, driver: Driver, options: ServerOptions, listener: socket.socket, ready: Callable[[], Any]
+    app: FastAPI, worker: Worker, options: ServerOptions, listener: socket.socket, ready: Callable[[], Any]
 ) -> int:
     """Serve until a signal comes, and return the exit code.
 
@@ -37,7 +69,7 @@ def serve(
     Parameters
     ----------
     app : FastAPI
-    driver : Driver
+    worker : Worker
     options : ServerOptions
     listener : socket
         Of `bind`.
@@ -46,7 +78,7 @@ def serve(
     """
     server = HttpServer(app)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(server, driver, options, listener, ready))
+        runner.run(_serve(server, worker, options, listener, ready))
     return 0
 
 
@@ -74,7 +106,7 @@ class HttpServer(uvicorn.Server):
 
 async def _serve(
     server: uvicorn.Server,
-    driver: Driver,
+    worker: Worker,
     options: ServerOptions,
     listener: socket.socket,
     ready: Callable[[], Any],
@@ -83,8 +115,8 @@ async def _serve(
     ending: list[asyncio.Task[None]] = []
 
     async def end() -> None:
-        logger.info("ending; %d requests have %g seconds to finish", driver.num_open, options.drain_timeout)
-        if not await driver.drain(options.drain_timeout):
+        logger.info("ending; %d requests have %g seconds to finish", worker.num_open, options.drain_timeout)
+        if not await worker.drain(options.drain_timeout):
             logger.warning("not all requests have finished in time")
         server.should_exit = True
 

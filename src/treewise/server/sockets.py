@@ -21,3 +21,9 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise OSError(f"port: cannot listen at {host}:{port}: {error.strerror or error}") from None
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return the URL of a server at a socket of `bind`."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
