@@ -468,7 +468,7 @@ class Fleet:
             try:
                 slot.member = await self._start(slot)
             except Exception as error:
-                logger.exception("replica %s cannot be started", slot.name)
+                logger.error("replica %s cannot be started: %s", slot.name, error)
                 slot.error = error
                 await self._tell()
                 await asyncio.sleep(pause)
