@@ -203,9 +203,8 @@ class ModelOptions:
     tree_size: int = 64
     tensor_parallel_size: int = 1
 
-    def load(self, sparsity: SparsityOptions | None = None) -> LLM:
-        """Load the model, saying so on a terminal."""
-        from treewise.llm import LLM
+    def parameters(self, sparsity: SparsityOptions | None = None) -> dict[str, Any]:
+        """Return the parameters of `LLM`."""
         from treewise.sparsity.policy import KVSparsity
 
         fields = asdict(self)
@@ -216,8 +215,15 @@ class ModelOptions:
         tree_size = fields.pop("tree_size")
         if self.speculate is not None:
             fields["speculate"] = Speculation(self.speculate, tree_size)
+        return {"seed": fields.pop("engine_seed"), **fields}
+
+    def load(self, sparsity: SparsityOptions | None = None) -> LLM:
+        """Load the model, saying so on a terminal."""
+        from treewise.llm import LLM
+
+        parameters = self.parameters(sparsity)
         with working(f"Loading {self.model}"):
-            llm = LLM(seed=fields.pop("engine_seed"), **fields)
+            llm = LLM(**parameters)
         # What lives as long as the process need not be searched for garbage: a third of a step's bookkeeping otherwise.
         gc.collect()
         gc.freeze()

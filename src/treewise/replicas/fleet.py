@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Integral
+from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -154,12 +155,15 @@ class Fleet:
     ) -> None:
         self.ray = import_ray()
         self.llm = dict(llm)
+        if isinstance(model := self.llm.get("model"), str) and Path(model).exists():
+            self.llm["model"] = str(Path(model).resolve())  # as processes of Ray may work elsewhere
         self.options = options or FleetOptions()
         self.limits = limits or ServerOptions()
         self.telemetry = telemetry
         self.router = router or self.options.router()
         self.key = secrets.token_urlsafe(32)
         self.draining = False
+        self._has_ended = False
         self.num_open = self.num_requests = self.num_resent = self.num_lost = 0
         self.slots: list[Slot] = []
         self._is_idle = asyncio.Event()
@@ -184,13 +188,8 @@ class Fleet:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self.draining = True
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._stop()
         for slot in self.slots:
-            if slot.member is not None:
-                self._dismiss(slot, slot.member, "the fleet has ended")
             with suppress(Exception):
                 self.ray.util.remove_placement_group(slot.group)
 
@@ -212,19 +211,31 @@ class Fleet:
         return max(0, self.num_open - self.limits.max_running * len(self.router.names))
 
     async def drain(self, timeout: float) -> bool:
-        """Take no new requests, and wait until those there are have ended, but only so many seconds.
+        """Take no new requests, wait for those there are, and end what is left after so many seconds.
 
         Returns
         -------
         bool
-            Whether all have ended.
+            Whether all have come to their ends.
         """
         self.draining = True
         try:
             await asyncio.wait_for(self._is_idle.wait(), timeout)
         except TimeoutError:
+            await self._stop()
             return False
         return True
+
+    async def _stop(self) -> None:
+        """End all replicas, and let go those who wait for them or for new ones."""
+        self.draining = self._has_ended = True
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for slot in self.slots:
+            if slot.member is not None:
+                self._dismiss(slot, slot.member, "the fleet has ended")
+        await self._tell()
 
     async def restart(self) -> None:
         """Replace one replica after the other, when its requests have ended or ``restart_timeout`` has passed.
@@ -341,7 +352,7 @@ class Fleet:
             except self.ray.exceptions.RayTaskError:
                 raise
             except self.ray.exceptions.RayError as error:
-                raise ReplicaLost(str(error)) from error
+                raise ReplicaLost(_first_line(error)) from error
             if isinstance(result, EngineFailed | Refused):
                 raise ReplicaLost(str(result))
             return result
@@ -357,7 +368,6 @@ class Fleet:
         self,
         call: Callable[[Member], Awaitable[Answer]],
         prompt: str | Sequence[int] = "",
-        *,
         decode: int = 0,
         namespace: str = "",
     ) -> Answer:
@@ -376,6 +386,8 @@ class Fleet:
             If too many replicas were lost over it.
         TimeUp
             If no replica was ready within ``time_limit``.
+        Refused
+            If the fleet has ended.
         Exception
             What else the call raised.
         """
@@ -411,9 +423,11 @@ class Fleet:
         """Choose a replica, and count what is done within this as its load."""
         try:
             async with asyncio.timeout(self.limits.time_limit):
-                await self._until(lambda: self.router.names)
+                await self._until(lambda: self.router.names or self._has_ended)
         except TimeoutError:
             raise TimeUp(f"no replica was ready in {self.limits.time_limit:g} seconds") from None
+        if self._has_ended:
+            raise Refused("draining", "the server has ended before this request has")
         route = self.router.route(prompt, decode=decode, namespace=namespace, avoid=avoid)
         [member] = [member for member in self.members if member.name == route.name]
         member.is_idle.clear()
@@ -572,7 +586,7 @@ async def _life(actor: Any) -> str:
     try:
         return str(await actor.life.remote())
     except Exception as error:
-        return " ".join(str(error).split())
+        return _first_line(error)
 
 
 async def _ping(actor: Any) -> str | None:
@@ -580,8 +594,13 @@ async def _ping(actor: Any) -> str | None:
     try:
         await actor.ping.remote()
     except Exception as error:
-        return " ".join(str(error).split())
+        return _first_line(error)
     return None
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the pages that Ray puts behind it."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 async def _first(futures: Collection[asyncio.Future[Any]], timeout: float) -> None:

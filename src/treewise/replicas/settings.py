@@ -59,6 +59,11 @@ class FleetOptions:
         if self.routing not in ROUTERS:
             raise ValueError(f"routing: {self.routing!r} is not one of {', '.join(ROUTERS)}")
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether there are to be replicas at all, and not one engine in the process itself."""
+        return self.data_parallel_size > 1 or self.ray_address is not None
+
     def router(self) -> Router:
         """Return a router of the kind that is asked for."""
         return ROUTERS[self.routing]()

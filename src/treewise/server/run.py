@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,7 +59,12 @@ def make_app(llm: LLM, options: ServerOptions, telemetry: Telemetry) -> tuple[Fa
 
 
 def serve(
-    app: FastAPI, worker: Worker, options: ServerOptions, listener: socket.socket, ready: Callable[[], Any]
+    app: FastAPI,
+    worker: Worker,
+    options: ServerOptions,
+    listener: socket.socket,
+    ready: Callable[[], Any],
+    around: AbstractAsyncContextManager[Any] | None = None,
 ) -> int:
     """Serve until a signal comes, and return the exit code.
 
@@ -75,10 +80,12 @@ def serve(
         Of `bind`.
     ready : callable
         Called when requests are taken.
+    around : async context manager, optional
+        Entered before anything is served, and left at the end.
     """
     server = HttpServer(app)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(server, worker, options, listener, ready))
+        runner.run(_serve(server, worker, options, listener, ready, around or nullcontext()))
     return 0
 
 
@@ -105,6 +112,18 @@ class HttpServer(uvicorn.Server):
 
 
 async def _serve(
+    server: uvicorn.Server,
+    worker: Worker,
+    options: ServerOptions,
+    listener: socket.socket,
+    ready: Callable[[], Any],
+    around: AbstractAsyncContextManager[Any],
+) -> None:
+    async with around:
+        await _serve_until_signal(server, worker, options, listener, ready)
+
+
+async def _serve_until_signal(
     server: uvicorn.Server,
     worker: Worker,
     options: ServerOptions,

@@ -225,6 +225,7 @@ class _Node:
 
     id: int
     parent: int | None
+    path: list[int] | None = None
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     num_tokens: int = 0
     text: str = ""
@@ -274,7 +275,7 @@ class Growth:
             return None
         if branch not in self._nodes:
             above = self._nodes.get(branch.parent) or self._nodes[None]
-            self._nodes[branch] = _Node(len(self._nodes), above.id)
+            self._nodes[branch] = _Node(len(self._nodes), above.id, list(branch.path))
         node = self._nodes[branch]
         over = final or branch.finished or not branch.alive
         new = b"".join(map(branch.tree.codec.token_bytes, tokens[node.num_tokens :]))
@@ -297,6 +298,7 @@ class Growth:
         return {
             "id": node.id,
             "parent": node.parent,
+            "path": node.path,
             "text": text,
             "tokens": tokens,
             "logprob": json_safe(logprob),
