@@ -17,6 +17,10 @@ BLOCK_TOKENS = 16
 TOKEN_CHARACTERS = 4
 """Characters of a text that count as a token, where nobody has encoded it."""
 
+AGAIN = 2
+"""How much a token of a prompt that has to be computed counts beside one under way: it takes time now, and room in the
+cache from then on."""
+
 CAPACITY = 1 << 20
 """Tokens of prefixes that are remembered for a replica of which nothing else is known."""
 
@@ -87,12 +91,12 @@ class Router(Protocol):
 
 
 class PrefixRouter:
-    """Sends a request where it would be computed soonest; see `Router`.
+    """Sends a request where it costs least; see `Router`.
 
-    That is the replica with the least ``work under way + tokens of the prompt that are not cached there``, both in
-    tokens. A replica that has a long prefix wins over idle ones until what it has under way is worth more than to
-    compute the prefix a second time; from then on the prefix is on two replicas, which share its requests. So there is
-    no threshold of load or of match to set. Of equal ones, the one that remembers least takes it: prefixes spread.
+    That is the replica with the least ``work under way + AGAIN * tokens of the prompt that are not cached there``, both
+    in tokens. A replica that has a long prefix wins over idle ones until what it has under way is twice of what it
+    takes to compute the prefix anew; from then on the prefix is on two replicas, which share its requests. Of equal
+    replicas the one that remembers least takes a request: prefixes spread.
 
     What replicas have in their caches is not asked, but guessed: the blocks of the prompts that went there, the most
     recently used ones up to the replica's capacity. A block is known by the hash of itself and all before it, as in
@@ -160,7 +164,11 @@ class PrefixRouter:
         for name in _candidates(self._known, avoid):
             matched = self._match(name, blocks) * BLOCK_TOKENS
             routes.append(Route(name, matched, tokens - matched + decode, blocks))
-        return min(routes, key=lambda route: (self._loads[route.name] + route.work, len(self._known[route.name])))
+
+        def cost(route: Route) -> tuple[int, int]:
+            return self._loads[route.name] + AGAIN * (tokens - route.matched), len(self._known[route.name])
+
+        return min(routes, key=cost)
 
     def began(self, route: Route) -> None:
         """See `Router.began`."""
