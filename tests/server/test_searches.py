@@ -81,7 +81,7 @@ async def check_stream(server, body, text):
     for chunk in growing:
         assert chunk["choices"] == []
         for node in chunk["treewise"]["nodes"]:
-            assert set(node) == {"id", "parent", "text", "tokens", "logprob", "score", "state"}
+            assert set(node) == {"id", "parent", "path", "text", "tokens", "logprob", "score", "state"}
             assert node["state"] in ("live", "pruned", "ended")
             known = nodes.get(node["id"], {"text": "", "parent": node["parent"]})
             assert node["parent"] == known["parent"]

@@ -99,12 +99,13 @@ class Transcript:
         choices, more = chunk.get("choices", []), chunk.get("treewise", {})
         news = [choice for choice in choices if self._is_new(choice)]
         nodes = [told for node in more.get("nodes", []) if (told := self._grown(node)) is not None]
+        is_known, has_usage = self._usage_is_told, chunk.get("usage") is not None
+        self._usage_is_told |= has_usage
         if not self._repeats:
-            self._usage_is_told |= not choices and chunk.get("usage") is not None
             return event
         if (choices or "nodes" in more) and not (news or nodes):
             return None
-        if not choices and chunk.get("usage") is not None and self._usage_is_told:
+        if has_usage and is_known:
             return None
         chunk |= self._head | {"choices": news}
         if "nodes" in more:
