@@ -40,15 +40,16 @@ def app(args: Mapping[str, Any]) -> Any:
         If there is no such field.
     """
     given = {name: _value(value) for name, value in args.items()}
-    kinds: dict[str, set[str]] = {kind.__name__: {item.name for item in fields(kind)} for kind in _OPTIONS}
-    kinds["LLM"] = {name for name in inspect.signature(LLM).parameters}
-    known = set().union(*kinds.values()).difference(ELSEWHERE)
+    kinds = {kind.__name__: {item.name for item in fields(kind)} for kind in (FleetOptions, ServerOptions, Telemetry)}
+    kinds["LLM"] = set(inspect.signature(LLM).parameters)
+    known = set[str]().union(*kinds.values()).difference(ELSEWHERE)
     for name in given.keys() - known:
         raise ValueError(f"{name}: there is no such option; choose from {', '.join(sorted(known))}")
     chosen = {kind: {name: value for name, value in given.items() if name in names} for kind, names in kinds.items()}
     if isinstance(keys := chosen["ServerOptions"].get("api_key"), str | list):
         chosen["ServerOptions"]["api_key"] = (keys,) if isinstance(keys, str) else tuple(keys)
-    options, limits, telemetry = (kind(**chosen[kind.__name__]) for kind in _OPTIONS)
+    options, telemetry = FleetOptions(**chosen["FleetOptions"]), Telemetry(**chosen["Telemetry"])
+    limits = ServerOptions(**chosen["ServerOptions"])
 
     def build() -> FastAPI:
         fleet = Fleet(chosen["LLM"], options, limits, telemetry)
@@ -73,9 +74,6 @@ def app(args: Mapping[str, Any]) -> Any:
         ray_actor_options={"num_cpus": 0},
     )
     return deployment.bind()
-
-
-_OPTIONS: tuple[type[FleetOptions], type[ServerOptions], type[Telemetry]] = (FleetOptions, ServerOptions, Telemetry)
 
 
 def _value(value: Any) -> Any:
