@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 def front(cluster, tiny_folder):
     with fronted(tiny_folder) as front:
         yield front
-        assert front.fleet.num_open == 0
+        wait_for(lambda: front.fleet.num_open == 0, timeout=5)
 
 
 @pytest.fixture(autouse=True)
