@@ -60,5 +60,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # The heavier libraries that there are adapters for: only their tests need them.
 $(WITH_LIBRARIES): $(INSTALLED)
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,eval,reasoners]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev,eval,reasoners,ray]'
 	@touch $@

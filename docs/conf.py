@@ -22,7 +22,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 # What the adapters are for: heavy, and not needed to read their docstrings.
-autodoc_mock_imports = ["kvpress", "lm_eval", "reasoners", "treequest"]
+autodoc_mock_imports = ["cloudpickle", "kvpress", "lm_eval", "ray", "reasoners", "treequest"]
 
 myst_enable_extensions = ["attrs_inline", "colon_fence"]
 myst_heading_anchors = 3

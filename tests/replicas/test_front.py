@@ -172,3 +172,18 @@ def test_of_too_many_requests_some_are_turned_away(cluster, tiny_folder):
         assert told[0].error["code"] == "draining" and told[0].is_over
         assert front.client.get("/ready").status_code == 503
         assert front.client.post("/v1/completions", json={"prompt": "a"}).json()["error"]["code"] == "draining"
+
+
+@pytest.mark.slow
+def test_a_real_model_on_two_replicas(cluster):
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    with fronted("smollm2-135m") as front:
+        body = {"messages": question, "temperature": 0, "max_tokens": 30}
+        texts = {front.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"] for _ in range(2)}
+        told = front.stream("/v1/chat/completions", **body, at=3, then=front.kill)
+        assert texts == {told.texts[0]} and "Paris" in told.texts[0]
+        story = {"prompt": "Once upon a time", "max_tokens": 40, "seed": 1, "n": 2}
+        expected = front.post(**story)["choices"]
+        front.whole()
+        told = front.stream(**story, at=20, then=front.kill)
+        assert [told.texts[index] for index in range(2)] == [choice["text"] for choice in expected]

@@ -20,6 +20,7 @@ SKIPPED = {
     "treewise.attention.buffers": "captures a CUDA graph",
     "treewise.models.load": "tells what is in the built-in model's file",
     "treewise.models.tokenizer": "likewise",
+    "treewise.replicas.fleet": "needs a cluster of Ray",
     "treewise.rewards": "needs a reward model",
 }
 """Modules with examples that are left out (``# doctest: +SKIP``), and why."""

@@ -13,7 +13,7 @@ OBJECT_STORE_BYTES = 128 << 20
 
 
 def import_ray() -> ModuleType:
-    """Return Ray, if it is there.
+    """Return Ray, if it and what else replicas need is there.
 
     Raises
     ------
@@ -21,6 +21,8 @@ def import_ray() -> ModuleType:
         If it is not; the message says how to get it.
     """
     try:
+        import aiohttp  # noqa: F401
+        import cloudpickle  # noqa: F401
         import ray
     except ImportError as error:
         raise ValueError(f"data_parallel_size: replicas need Ray; pip install 'treewise[ray]' ({error})") from None
