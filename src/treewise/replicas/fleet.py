@@ -70,6 +70,7 @@ class Member:
     is_planned: bool = False
     calls: set[asyncio.Timeout] = field(default_factory=set)  # under way on it
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # from its place
 
 
 @dataclass(eq=False)
@@ -249,18 +250,32 @@ class Fleet:
         """
         async with self._restarting:
             for slot in self.slots:
-                await self._until(lambda: all(each.member or each.error for each in self.slots))
-                if (member := slot.member) is not None:
-                    member.is_planned = True
-                    self.router.remove(slot.name)
-                    if member.calls:
-                        with suppress(TimeoutError):
-                            await asyncio.wait_for(member.is_idle.wait(), self.options.restart_timeout)
-                    self._end(member, "it is restarted")
-                starts = slot.starts
-                await self._until(lambda slot=slot, starts=starts: slot.starts > starts or slot.error)  # type: ignore[misc]
-                if slot.error is not None:
-                    raise ReplicaLost(f"replica {slot.name} cannot be started: {slot.error}") from slot.error
+                await self._until_whole()
+                if (member := slot.member) is None:  # it has died a moment ago, and so is about to be replaced
+                    continue
+                member.is_planned = True
+                self.router.remove(slot.name)
+                if member.calls:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(member.is_idle.wait(), self.options.restart_timeout)
+                self._end(member, "it is restarted")
+                await member.gone.wait()
+            await self._until_whole()
+
+    async def _until_whole(self) -> None:
+        """Wait until all replicas are there.
+
+        Raises
+        ------
+        ReplicaLost
+            If one cannot be started, or the fleet has ended.
+        """
+        await self._until(lambda: self._has_ended or all(slot.member or slot.error for slot in self.slots))
+        if self._has_ended:
+            raise ReplicaLost("the fleet has ended")
+        for slot in self.slots:
+            if slot.error is not None:
+                raise ReplicaLost(f"replica {slot.name} cannot be started: {slot.error}") from slot.error
 
     # ------------------------------------------------------------------ requests
 
@@ -570,6 +585,7 @@ class Fleet:
     def _dismiss(self, slot: Slot, member: Member, reason: str) -> None:
         self._end(member, reason)
         slot.member = None
+        member.gone.set()
 
     async def _tell(self) -> None:
         async with self._news:
