@@ -335,7 +335,8 @@ class Engine:
         """Return the rows of the step, who gets which logits, and who waits for any."""
         waiting = dict(self._lanes())
         try:
-            return *self.scheduler.next_batch(list(waiting), list(self.requests)), waiting
+            reserved = self.thinner.num_missing()
+            return *self.scheduler.next_batch(list(waiting), list(self.requests), reserved), waiting
         except Crowded:
             self._settle_all()
             return self._next_batch()

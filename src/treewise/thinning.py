@@ -282,6 +282,15 @@ class Thinner:
                 return True
         return False
 
+    def num_missing(self) -> int:
+        """Return how many rows `look_back` wants, as far as is known before the batch is."""
+        return sum(
+            len(watch.observation.missing) + (watch.last is None)
+            for tree, case in self._due()
+            for (node, end), watch in case.watches.items()
+            if tree.computed(node, end)
+        )
+
     def look_back(self, batch: Batch) -> Batch:
         """Return the batch, perhaps with more rows: last tokens of stages that nobody has looked at."""
         asked: dict[tuple[Node, int], BranchTree] = {}
