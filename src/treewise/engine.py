@@ -297,9 +297,7 @@ class Engine:
             self._drawn = draw(self.runs, self.limits.eos_token_ids, drafts)
             self.scheduler.num_preemptions += self.thinner.thin_out(self.requests)
             self.runner.plan_ahead(batch, self.kv)
-        elif drawn is None and self.thinner.hurry():
-            pass  # the next step will find room
-        elif self._calls and not self._ready and drawn is None:
+        elif drawn is None and not self.thinner.hurry() and self._calls and not self._ready:
             patience = [left for task in self._calls.values() if (left := task.seconds_left()) is not None]
             wait(self._calls, min(patience, default=None), FIRST_COMPLETED)
 
@@ -337,7 +335,8 @@ class Engine:
         """Return the rows of the step, who gets which logits, and who waits for any."""
         waiting = dict(self._lanes())
         try:
-            return *self.scheduler.next_batch(list(waiting), list(self.requests)), waiting
+            reserved = self.thinner.num_missing()
+            return *self.scheduler.next_batch(list(waiting), list(self.requests), reserved), waiting
         except Crowded:
             self._settle_all()
             return self._next_batch()

@@ -151,7 +151,9 @@ class Scheduler:
         self._chosen: tuple[Batch, Sequence[Lane], list[Node]] | None = None
         self._left = max_num_rows  # for paths
 
-    def next_batch(self, lanes: Sequence[Lane | Thicket], tenants: Sequence[Tenant]) -> tuple[Batch, list[Delivery]]:
+    def next_batch(
+        self, lanes: Sequence[Lane | Thicket], tenants: Sequence[Tenant], reserved: int = 0
+    ) -> tuple[Batch, list[Delivery]]:
         """Return the rows of the next step, their slots reserved, and who gets which logits.
 
         Where the leaves that had rows in the last step have only grown by a token each, and nothing else has
@@ -163,6 +165,8 @@ class Scheduler:
             Paths that wait for logits.
         tenants : sequence of Tenant
             All running trees, waiting or not.
+        reserved : int
+            Rows that are left for others, up to half of those of paths.
 
         Raises
         ------
@@ -176,6 +180,7 @@ class Scheduler:
         paths = [lane for lane in lanes if isinstance(lane, Lane)]
         counts = self._share(thickets, paths)
         self._left = self.max_num_rows - sum(counts)
+        self._left -= min(reserved, self._left // 2)
         if thickets or not paths:
             self._steady = None
         batch, deliveries = self._batch_of_paths(paths, tenants, bool(thickets)) if paths else (Batch(), [])

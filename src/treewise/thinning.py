@@ -282,6 +282,15 @@ class Thinner:
                 return True
         return False
 
+    def num_missing(self) -> int:
+        """Return how many rows `look_back` wants, as far as is known before the batch is."""
+        return sum(
+            len(watch.observation.missing) + (watch.last is None)
+            for tree, case in self._due()
+            for (node, end), watch in case.watches.items()
+            if tree.computed(node, end)
+        )
+
     def look_back(self, batch: Batch) -> Batch:
         """Return the batch, perhaps with more rows: last tokens of stages that nobody has looked at."""
         asked: dict[tuple[Node, int], BranchTree] = {}
@@ -517,9 +526,8 @@ class Thinner:
         self._place(parts)
         if stage.chosen is None:
             budgets = self._counts(case.policy, stop.end)
-            observations = [each.observation for each in case.watches.values() if each.observation.queries.shape[1]]
-            if stop.goal is not None or not joint:
-                observations = [watch.observation]
+            watches = case.watches.values() if joint else [watch]
+            observations = [each.observation for each in watches if each.observation.first < each.observation.end]
             chosen = self.runner.on_ranks(choose, case.policy, observations, stop.end, budgets, parts[0].places)
             parts[0].chosen = chosen
             if joint:
@@ -631,7 +639,7 @@ class Thinner:
         num_preempted, others = 0, sorted(trees, key=attrgetter("rank"), reverse=True)
         for node, thinned in new:
             if node.parent is not None and node.parent not in kv.kept:
-                break  # it starts anew with the next step, as do those below it
+                continue  # it starts anew with the next step, as what is above it does
             lengths = [tuple(both.shape[1] for both in own) for own in thinned]
             counts: list[Count] = [each if len(each) > 1 else each[0] for each in lengths]
             least = len(node.tokens) if case.policy.action == "hide" else 0
@@ -641,11 +649,11 @@ class Thinner:
                 if not other.unsettled:  # else what it has decoded has no place in the forest yet
                     num_preempted += kv.preempt(other.tips() if other is not tree else _behind(tree, case, node))
                     kept = kv.keep(node, counts, least)
-            if kept is None and min(trees, key=attrgetter("rank")) is tree:
-                tree.hurry()  # nobody else will ever make room for it
             if kept is not None:
                 runner.move(kv)
                 runner.on_ranks(Runner.store_kept, kept, thinned)
+            elif min(trees, key=attrgetter("rank")) is tree:
+                tree.hurry()  # nobody else will ever make room for it
         return num_preempted
 
     def _counts(self, policy: KVSparsity, num_tokens: int) -> list[int]:

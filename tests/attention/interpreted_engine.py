@@ -84,6 +84,23 @@ def test_steps_with_keys_that_were_thinned_out(name, every):
     idle(llm)
 
 
+def test_branches_whose_tails_are_thinned_out():
+    policy = KVSparsity.named("snapkv", budget=10, window=3, sinks=1, every=4)
+
+    async def grow(root):
+        branches = root.fork(2)
+        for number, branch in enumerate(branches):
+            branch.append([40 + number])
+        await generate(branches, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
+        return [branch.token_ids for branch in branches], len(root.tree.stages)
+
+    llm = with_graphs(MODEL, 3, kv_sparsity=policy)
+    [result], [expected] = (some.run(grow, [list(range(1, 20))]) for some in (llm, tiny_llm(MODEL, kv_sparsity=policy)))
+    assert result.value == expected.value and result.value[1] == 3
+    assert llm.engine.runner.queries is not None and llm.engine.runner.graphs.num_replays > 3
+    idle(llm)
+
+
 @pytest.mark.parametrize("method", ["deft:flatten", "radix"])
 def test_trees_fork_and_are_pruned_between_replays(method):
     prompt = list(range(1, 20))

@@ -152,8 +152,9 @@ def test_branches_read_what_was_kept_of_their_paths_whatever_the_steps(policy, m
     for options in OPTIONS:
         llm = tiny_llm(MODEL, kv_sparsity=policy, **options)
         llm.run(trio(told), [PROMPT])
-        checked(diary, told[-1])
         idle(llm)
+        if len(told) == 1:
+            checked(diary, told[0])
     assert all(paths == told[0] for paths in told)
     assert any(number == 3 and len(parts) == 5 for number, parts in diary.meetings), "the prompt, what two share, tails"
 
