@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from numbers import Integral
@@ -217,6 +218,7 @@ class LLM:
         kept = None if self.kv_sparsity is None else self.engine.thinner.kept_of(self.kv_sparsity, PROMPT)
         everywhere(runner, warm_up, max_num_rows, capture_rows, kept)
         self._streams: dict[BranchTree, deque[tuple[Branch, str]]] = {}
+        self._started: dict[Request, tuple[Future[ProgramOutput], str]] = {}  # by `start`, with the program's name
         logger.info("%s", ", ".join(f"{name} {value}" for name, value in self.describe().items()))
 
     # ------------------------------------------------------------------ what a user calls
@@ -414,6 +416,64 @@ class LLM:
         tolerant = on_error == "return"
         return self._collect(requests, lambda i, request: self.program_output(request, program.__name__), tolerant)
 
+    def start(
+        self,
+        program: Callable[..., Coroutine[Any, Any, Any]],
+        prompt: Prompt,
+        *,
+        seed: int | None = None,
+        priority: int = 0,
+        namespace: str = "",
+        kv_sparsity: Sparsity = None,
+        **kwargs: Any,
+    ) -> Future[ProgramOutput]:
+        """Start ``program(root, **kwargs)`` over a tree, and come back at once; `wait` takes it on.
+
+        Parameters
+        ----------
+        seed : int, optional
+            Of this tree alone; `run` makes those of its trees from one and the place among the prompts.
+        program, prompt, priority, namespace, kv_sparsity
+            See `run`.
+
+        Returns
+        -------
+        Future of ProgramOutput
+            It ends in a call that steps, such as `wait`, with what the program raised if it did. To cancel it ends the
+            program.
+
+        Raises
+        ------
+        ValueError
+            If the prompt is bad.
+        """
+        terms = _Terms(priority, namespace, kv_sparsity)
+        [request] = self._submit([prompt], [lambda root: program(root, **kwargs)], [seed], terms)
+        if isinstance(request, BaseException):
+            raise request
+        future: Future[ProgramOutput] = Future()
+        self._started[request] = future, getattr(program, "__name__", type(program).__name__)
+
+        def ended(_: Future[ProgramOutput]) -> None:
+            self._started.pop(request, None)
+            self.engine.abort(request)
+
+        future.add_done_callback(ended)
+        return future
+
+    def wait(self, futures: Collection[Future[ProgramOutput]]) -> None:
+        """Step until at least one of some futures of `start` has ended.
+
+        Raises
+        ------
+        ValueError
+            If none of them will, as they are of another engine.
+        """
+        while not any(future.done() for future in futures):
+            if not any(future in futures for future, _ in self._started.values()):
+                raise ValueError("futures: nothing of what this engine has started is among them")
+            self._step()
+
     @property
     def cache_statistics(self) -> CacheStatistics:
         """What the prefix cache was asked for, and what it had, so far."""
@@ -526,6 +586,12 @@ class LLM:
         for gain in self.engine.step():
             if gain.tree in self._streams:
                 self._streams[gain.tree].extend((event.branch, event.text) for event in gain.events() if event.text)
+        for request in [request for request in self._started if request.done]:
+            future, name = self._started.pop(request)
+            if request.error is None:
+                future.set_result(self._program_output(request, name))
+            else:
+                future.set_exception(request.error)
 
     def _collect(
         self,
