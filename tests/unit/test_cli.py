@@ -336,6 +336,7 @@ def test_rollouts_are_lines_of_json(capsys, monkeypatch):
         "bench attention",
         "bench tree",
         "bench fit",
+        "run",
         "bench throughput",
         "bench serve",
         "eval kv",

@@ -1,4 +1,4 @@
-"""The verbs `generate`, `search`, `serve`, `strategies`, `train-medusa`, `bench`, `eval`, `models`, `env`; flags."""
+"""The verbs `generate`, `search`, `run`, `serve`, `strategies`, `train-medusa`, `bench`, `eval`, `models`, `env`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ app = App(
 app.command("treewise.cli.generate:generate", help="Continue a prompt, or answer it with --chat.")
 app.command("treewise.cli.search:search", help="Solve a prompt with a search strategy, and draw its tree.")
 app.command("treewise.cli.search:strategies", help="List the strategies of search and their parameters.")
+app.command("treewise.cli.run:run", help="Run a program of your own over many prompts.")
 app.command("treewise.cli.serve:serve", help="Serve a model over OpenAI's API.")
 app.command("treewise.cli.train:train_medusa", help="Train heads that guess some tokens ahead, for speculation.")
 app.command("treewise.cli.info:models", help="List the built-in models and the converted copies in the cache.")

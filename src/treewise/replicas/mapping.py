@@ -78,6 +78,13 @@ class Mapped:
             tree=None if tree is None else Tree.from_json(json.dumps(tree)),
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a line of a file says, and `read` reads; what there is none of is left out."""
+        told: dict[str, Any] = {"index": self.index, "error": self.error}
+        if self.error is None:
+            told = {"index": self.index, "value": self.value, "usage": self.usage and asdict(self.usage)}
+        return told if self.tree is None else told | {"tree": self.tree.to_dict()}
+
 
 def map_programs(
     program: Program,
@@ -219,17 +226,17 @@ class _Run:
 
     def _settle(self, index: int, future: Future[ProgramOutput]) -> Mapped:
         """Return what has come of a prompt, written down."""
-        record: dict[str, Any] = {"index": index}
         try:
-            record |= _told(future.result(), self.trees)
+            output = future.result()
+            result = Mapped(index, _plain(output.value), output.tree.usage, tree=output.tree if self.trees else None)
         except Exception as error:
             error.add_note(f"prompts[{index}]")
             if not self.keeps_errors:
                 raise
-            record["error"] = f"{type(error).__name__}: {error}"
+            result = Mapped(index, error=f"{type(error).__name__}: {error}")
         if self.file is not None:
-            self.file.write(record)
-        return Mapped.read(record)
+            self.file.write(result)
+        return result
 
 
 class ResultFile:
@@ -271,10 +278,10 @@ class ResultFile:
         """Return what the file has now, by the prompt's place and in this order; it is read when asked for."""
         return _Stored(self.path, dict(sorted(self._places.items())))
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, result: Mapped) -> None:
         """Add a result."""
-        index = record["index"]
-        line = json.dumps({"index": index, "digest": self.digests[index]} | dict(record), allow_nan=False).encode()
+        record = {"index": result.index, "digest": self.digests[result.index]} | result.to_dict()
+        line = json.dumps(record, allow_nan=False).encode()
         with self.path.open("ab") as file:
             file.write(line + b"\n")
 
@@ -333,14 +340,12 @@ def _bar(total: int, done: int, is_shown: bool) -> Iterator[Callable[[Mapped], N
         yield advance
 
 
-def _told(output: ProgramOutput, trees: bool) -> dict[str, Any]:
-    """Return what a line says of a program that has ended well."""
+def _plain(value: Any) -> Any:
+    """Return what a program returned as JSON gives it back."""
     try:
-        value = json.loads(json.dumps(json_safe(output.value), default=_branch, allow_nan=False))
+        return json.loads(json.dumps(json_safe(value), default=_branch, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"value: what the program returned cannot be written as JSON: {error}") from error
-    told = {"value": value, "usage": asdict(output.tree.usage)}
-    return told | {"tree": output.tree.to_dict()} if trees else told
 
 
 def _branch(value: Any) -> Any:
