@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -17,6 +18,18 @@ MERGE = {"cuda": 1.5e-6, "cpu": 0.0}
 """Seconds that a kernel which waits for another takes at least."""
 REACHED = 0.9
 """The share of the rate of a large matrix product that is within reach: 700 of 790 TFLOP/s on an H200."""
+
+
+class Rates(Protocol):
+    """How fast a device is: bytes a second of a large copy, and operations a second of a large matrix product."""
+
+    @property
+    def bandwidth(self) -> float:
+        """See `Machine`."""
+
+    @property
+    def matrix(self) -> float:
+        """See `Machine`."""
 
 
 @dataclass

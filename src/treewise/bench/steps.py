@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from treewise.bench.floors import REACHED, Machine
+from treewise.bench.floors import REACHED, Machine, Rates
 from treewise.bench.meter import Step
 from treewise.models import CausalLM
 
@@ -53,7 +53,7 @@ class Weights:
             num_ranks=model.num_ranks,
         )
 
-    def floor(self, step: Step, machine: Machine) -> float:
+    def floor(self, step: Step, machine: Rates) -> float:
         """Return the seconds that a step takes at least.
 
         The larger of the weights and the keys and values, each read once at the bandwidth of a large copy, and the

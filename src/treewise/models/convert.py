@@ -103,12 +103,7 @@ def convert(path: Path, folder: Path) -> None:
     Quantised tensors become float32, in which they are exact; others keep their type.
     """
     file = GGUFFile(path)
-    name = file.metadata.get("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        raise ValueError(
-            f"{path}: architecture {name!r} is not supported; the known ones are {', '.join(GGUF_ARCHITECTURES)}"
-        )
-    architecture = GGUF_ARCHITECTURES[name]
+    architecture = _architecture(file)
     config = _config(architecture, file)
     tokenizer, settings, end_ids = build_tokenizer(file.metadata)
     config["bos_token_id"] = file.metadata.get("tokenizer.ggml.bos_token_id")
@@ -125,6 +120,27 @@ def convert(path: Path, folder: Path) -> None:
     ):
         (folder / file_name).write_text(json.dumps(contents, indent=2, ensure_ascii=False), "utf-8")
     _write_tensors(tensors, architecture, config, folder / "model.safetensors")
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """Return what ``config.json`` would say of a GGUF file, of which only the metadata are read.
+
+    Raises
+    ------
+    ValueError
+        The file is no GGUF file, or of an unsupported architecture.
+    """
+    file = GGUFFile(path)
+    return _config(_architecture(file), file)
+
+
+def _architecture(file: GGUFFile) -> GGUFArchitecture:
+    name = file.metadata.get("general.architecture")
+    if name not in GGUF_ARCHITECTURES:
+        raise ValueError(
+            f"{file.path}: architecture {name!r} is not supported; the known ones are {', '.join(GGUF_ARCHITECTURES)}"
+        )
+    return GGUF_ARCHITECTURES[name]
 
 
 def _config(architecture: GGUFArchitecture, file: GGUFFile) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,10 +11,10 @@ import torch
 from treewise.config import ModelConfig
 from treewise.models.builtin import BUILTIN_MODELS, fetch_builtin
 from treewise.models.cache import remembered_sha256
-from treewise.models.convert import convert_once
+from treewise.models.convert import convert_once, read_gguf_config
 from treewise.models.decoder import CausalLM
 from treewise.models.registry import read_config
-from treewise.models.shapes import find_shape, random_model
+from treewise.models.shapes import SHAPES, find_shape, random_model
 from treewise.models.tokenizer import Tokenizer, read_json
 from treewise.models.weights import load_weights
 
@@ -87,6 +87,37 @@ def load_config(name_or_path: str | Path) -> ModelConfig:
     return read_config(_read_config_json(locate(name_or_path)) if shape is None else find_shape(shape))
 
 
+def peek_config(name_or_path: str | Path) -> ModelConfig:
+    """Read a configuration of which no model is to be loaded: no weights are fetched, and nothing is converted.
+
+    Parameters
+    ----------
+    name_or_path : str or Path
+        The name of a shape, or what :func:`load_config` takes, or a ``config.json``.
+
+    Raises
+    ------
+    FileNotFoundError
+        Nothing goes by that name.
+    ValueError
+        The file is damaged, or the model is of a kind that is not supported.
+    ConnectionError
+        The configuration could not be fetched from the hub.
+    """
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if name in SHAPES and not path.exists():
+        return read_config(find_shape(name))
+    if path.is_file():
+        return read_config(read_json(path) if path.suffix == ".json" else read_gguf_config(path))
+    if not path.is_dir() and HUB_ID.fullmatch(name) and path.suffix not in {".gguf", ".safetensors"}:
+        return read_config(_read_config_json(_fetch_from_hub(name, ["config.json"])))
+    if not path.is_dir() and shape_of(name) is None:
+        raise FileNotFoundError(
+            f"model {name!r} is no file or folder here, no hub id (owner/name), and no shape ({', '.join(SHAPES)})"
+        )
+    return load_config(name_or_path)
+
+
 def shape_of(name_or_path: str | Path) -> str | None:
     """Return the name of a shape that ``shape:NAME`` says, None for a model that has weights of its own."""
     scheme, _, name = str(name_or_path).partition(":")
@@ -109,7 +140,7 @@ def locate(name_or_path: str | Path) -> Path:
     if name in BUILTIN_MODELS:
         return convert_once(BUILTIN_MODELS[name].sha256, lambda: fetch_builtin(name))
     if HUB_ID.fullmatch(name) and path.suffix not in {".gguf", ".safetensors"} and not name.startswith("."):
-        return _fetch_from_hub(name)
+        return _fetch_from_hub(name, HUB_FILES)
     raise FileNotFoundError(
         f"model {name!r} is no file or folder here, no built-in model ({', '.join(BUILTIN_MODELS)}) "
         f"and no hub id (owner/name)"
@@ -134,12 +165,12 @@ def _resolve_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return DTYPES[dtype]
 
 
-def _fetch_from_hub(name: str) -> Path:
+def _fetch_from_hub(name: str, files: Sequence[str]) -> Path:
     import huggingface_hub  # only needed here
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ConnectionError(
             f"model {name!r} is no file or folder here and no built-in model ({', '.join(BUILTIN_MODELS)}); "
