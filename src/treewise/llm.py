@@ -431,10 +431,8 @@ class LLM:
 
         Parameters
         ----------
-        seed : int, optional
-            Of this tree alone; `run` makes those of its trees from one and the place among the prompts.
-        program, prompt, priority, namespace, kv_sparsity
-            See `run`.
+        program, prompt, seed, priority, namespace, kv_sparsity
+            See `run`, which brings the same with this prompt alone.
 
         Returns
         -------
@@ -448,7 +446,8 @@ class LLM:
             If the prompt is bad.
         """
         terms = _Terms(priority, namespace, kv_sparsity)
-        [request] = self._submit([prompt], [lambda root: program(root, **kwargs)], [seed], terms)
+        seeds = [None if seed is None else row_key(seed, (0,))]
+        [request] = self._submit([prompt], [lambda root: program(root, **kwargs)], seeds, terms)
         if isinstance(request, BaseException):
             raise request
         future: Future[ProgramOutput] = Future()
@@ -589,7 +588,7 @@ class LLM:
         for request in [request for request in self._started if request.done]:
             future, name = self._started.pop(request)
             if request.error is None:
-                future.set_result(self._program_output(request, name))
+                future.set_result(self.program_output(request, name))
             else:
                 future.set_exception(request.error)
 

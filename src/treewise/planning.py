@@ -236,7 +236,9 @@ class Plan:
         return {
             "weights, keys and values": "counted",
             "memory": f"{format_bytes(gpu.memory)} a GPU: {SHEET}; {format_bytes(RUNTIME_BYTES)} for CUDA: assumed",
-            "rates": f"{rates.bandwidth / 1e12:.3g} TB/s, {REACHED * rates.matrix / 1e12:.3g} TFLOP/s: {origin}{shares}",
+            "rates": (
+                f"{rates.bandwidth / 1e12:.3g} TB/s, {REACHED * rates.matrix / 1e12:.3g} TFLOP/s: {origin}{shares}"
+            ),
             "sums over ranks": (
                 f"{SUM_SECONDS[gpu.link] * 1e6:.0f} µs each: assumed, no run has measured it; and their bytes over "
                 f"{gpu.link} of {gpu.link_bandwidth / 1e9:.0f} GB/s: {SHEET}"

@@ -17,6 +17,7 @@ from treewise.config import SamplingParams
 from treewise.replicas import map_programs
 from treewise.replicas.mapping import digest
 from treewise.results import Tree
+from treewise.sampler import row_key
 from treewise.search import rollouts
 
 MODEL = tiny_model()
@@ -39,14 +40,19 @@ async def picky(root):
     return await lengths(root)
 
 
+def one_by_one(llm):
+    runs = (llm.run(lengths, [prompt], seed=row_key(7, (i,))) for i, prompt in enumerate(PROMPTS))
+    return [output.value for [output] in runs]
+
+
 def values(results):
     return [result.value for result in results]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 64])
-def test_results_are_those_of_one_batch_in_the_order_of_the_prompts(in_flight):
+def test_results_are_those_of_each_prompt_alone_in_the_order_of_the_prompts(in_flight):
     llm = llm_here()
-    alone = [output.value for output in llm.run(lengths, PROMPTS, seed=7)]
+    alone = one_by_one(llm)
     found = list(map_programs(lengths, PROMPTS, llm, seed=7, in_flight=in_flight))
     assert values(found) == alone
     assert [result.index for result in found] == list(range(len(PROMPTS)))
@@ -93,9 +99,8 @@ def test_an_error_is_its_prompt_s_alone(tmp_path):
     assert failed == [2, 5, 6]
     assert found[2].error == "KeyError: 'a fault of its own'" and found[2].value is None
     assert found[5].error.startswith("ValueError: prompt:")
-    assert [found[i].value for i in (0, 1, 3, 4)] == [
-        output.value for i, output in enumerate(llm.run(lengths, PROMPTS, seed=7)) if i != 2
-    ]
+    alone = one_by_one(llm)
+    assert [found[i].value for i in (0, 1, 3, 4)] == [alone[i] for i in (0, 1, 3, 4)]
     idle(llm)
 
 
@@ -133,14 +138,14 @@ def test_branches_trees_and_rollouts_are_written(tmp_path):
         return await generate(root.fork(3), SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1))
 
     [found] = map_programs(several, ["x"], llm, trees=True, output=path)
-    [alone] = llm.run(several, ["x"], seed=0)
+    [alone] = llm.run(several, ["x"], seed=row_key(0, (0,)))
     assert [branch["token_ids"] for branch in found.value] == [branch.token_ids for branch in alone.outputs]
     assert found.tree.nodes == alone.tree.nodes and isinstance(found.tree, Tree)
     assert list(map_programs(several, ["x"], llm, trees=True, output=path)) == [found]
 
     settings_of = {"widths": (2, 2), "at": (2,), "max_tokens": 5}
     [found] = map_programs(rollouts, ["x"], llm, **settings_of)
-    [alone] = llm.run(rollouts, ["x"], seed=0, **settings_of)
+    [alone] = llm.run(rollouts, ["x"], seed=row_key(0, (0,)), **settings_of)
     assert found.value == [asdict(trajectory) for trajectory in alone.value]
 
 

@@ -13,7 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
 
+from treewise.bench.measure import make_table
+from treewise.planning import Demand, plan
 from treewise.results import format_bytes
 
 PACKAGES = (
@@ -51,14 +54,26 @@ SECRET_WORDS = {"TOKEN", "KEY", "KEYS", "SECRET", "PASSWORD", "PASS", "CREDENTIA
 """What is in names of variables whose values nobody should see."""
 
 
-def env(*, json_: Annotated[bool, Parameter("--json", negative=())] = False) -> None:
-    """Print versions, devices, settings and folders, for bug reports; no secrets.
+def env(
+    *,
+    json_: Annotated[bool, Parameter("--json", negative=())] = False,
+    demand: Annotated[Demand | None, Parameter("*", group="A plan")] = None,
+) -> None:
+    """Print versions, devices, settings and folders, for bug reports; no secrets. Or plan for a model on some GPUs.
+
+    A plan (--plan MODEL) has a row for each way to use the GPUs: so many ranks that share the model out, and so many
+    replicas of that. It reckons with sizes and rates alone, and says where each number comes from.
 
     Parameters
     ----------
     json_
-        Print them as JSON.
+        Print JSON.
     """
+    demand = demand or Demand()
+    demand.check()
+    if demand.plan is not None:
+        _print_plan(demand, json_)
+        return
     facts = describe_environment()
     if json_:
         print(json.dumps(facts, indent=1))
@@ -67,6 +82,21 @@ def env(*, json_: Annotated[bool, Parameter("--json", negative=())] = False) -> 
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         print(f"{name:{width}}  {value}")
+
+
+def _print_plan(demand: Demand, as_json: bool) -> None:
+    found = plan(demand)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    title = (
+        f"{demand.plan} in {demand.dtype} on {demand.gpus} x {demand.gpu}; a request: {demand.prompt_tokens:,} tokens, "
+        f"then {demand.branches} branches of {demand.new_tokens:,}"
+    )
+    console.print(make_table(title, list(found.rows())))
+    for what, origin in found.origins.items():
+        console.print(f"{what}: {origin}", highlight=False)
 
 
 def describe_environment() -> dict[str, Any]:

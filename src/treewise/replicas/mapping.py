@@ -102,8 +102,8 @@ def map_programs(
 ) -> Iterator[Mapped]:
     """Run ``program(root, **kwargs)`` for each of many prompts, and yield what comes of them.
 
-    A prompt's seed is made of `seed` and its place, as `LLM.run` makes it: results depend neither on the order in which
-    programs end, nor on how many run at a time, nor on where. While nobody asks for the next result, an `LLM` stands
+    A prompt's seed is made of `seed` and its place alone: results depend neither on the order in which programs end,
+    nor on how many run at a time, nor on where. While nobody asks for the next result, an `LLM` stands
     still, and no more programs are started anywhere.
 
     Parameters
@@ -112,7 +112,7 @@ def map_programs(
         As in `LLM.run`.
     prompts : sequence of str, list of int, or list of messages
     engines : Engines
-        An `LLM`, which runs the programs as one batch, or a fleet of replicas.
+        An `LLM`, which runs the programs as one batch, or `treewise.replicas.outside.Replicas`.
     seed : int
     output : path, optional
         A file of JSON, a line a prompt in the order in which they end; each is there before it is yielded. What a
