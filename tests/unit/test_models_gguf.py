@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -15,6 +16,7 @@ from model_files import run_dense
 from treewise.models import load_model
 from treewise.models.convert import GEMMA_LAYER_PARTS, LAYER_PARTS, OUTER_PARTS
 from treewise.models.gguf_file import GGUFFile, GGUFTensor
+from treewise.models.load import load_config, peek_config
 from treewise.models.rope import make_rope
 
 TOKENS = [3, 70, 12, 5, 5, 90, 41, 8, 2, 64, 33, 11]
@@ -149,6 +151,15 @@ def test_each_architecture(architecture, changes, tmp_path):
     extra = {name for name, _ in model.named_parameters() if name.endswith("o_proj.bias")}
     assert bool(extra) == ("attention_bias" in changes)
     assert_same(tmp_path / "m.gguf", model)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_a_configuration_is_read_without_converting_anything(kind, tmp_path, own_cache):
+    path = tmp_path / "model.gguf"
+    write(make_model(kind), path)
+    found = peek_config(path)
+    assert not own_cache.exists() or not any(own_cache.rglob("config.json"))
+    assert replace(found, raw={}) == replace(load_config(path), raw={})
 
 
 def test_llama3_scaling_is_recovered_from_the_frequency_factors(tmp_path):

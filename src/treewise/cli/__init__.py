@@ -33,7 +33,9 @@ app.command("treewise.cli.run:run", help="Run a program of your own over many pr
 app.command("treewise.cli.serve:serve", help="Serve a model over OpenAI's API.")
 app.command("treewise.cli.train:train_medusa", help="Train heads that guess some tokens ahead, for speculation.")
 app.command("treewise.cli.info:models", help="List the built-in models and the converted copies in the cache.")
-app.command("treewise.cli.info:env", help="Print versions, devices, settings and folders; or --plan for a model on some GPUs.")
+app.command(
+    "treewise.cli.info:env", help="Print versions, devices, settings and folders; or --plan for a model on some GPUs."
+)
 bench = App(name="bench", help="Timed runs; the last line of standard output is JSON.")
 bench.command("treewise.bench.attention:attention", help="Attention methods on named trees.")
 bench.command("treewise.bench.fit:fit", help="Fit what picks the attention method on this device.")
