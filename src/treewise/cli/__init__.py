@@ -42,6 +42,7 @@ bench.command("treewise.bench.fit:fit", help="Fit what picks the attention metho
 bench.command("treewise.bench.tree:tree", help="Whole branching requests, step by step.")
 bench.command("treewise.bench.throughput:throughput", help="Many requests side by side.")
 bench.command("treewise.bench.serve:serve", help="Many requests side by side, with KV sparsity and without.")
+bench.command("treewise.replicas.comparison:replicas", help="Routers in front of replicas, simulated.")
 bench.command("treewise.bench.speculate:speculate", help="Decoding with guesses of what follows, and without.")
 app.command(bench)
 quality = App(name="eval", help="What a model's answers are worth when it keeps less.")
