@@ -7,14 +7,20 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from treewise.cli.options import GrammarOptions, ModelOptions, read_prompt
+from treewise.cli.options import GrammarOptions, ModelOptions, read_prompt, working
 from treewise.cli.search import parse_settings
 from treewise.config import SparsityOptions
+from treewise.replicas.settings import FleetOptions
+
+if TYPE_CHECKING:
+    from treewise.replicas import Engines, Replicas
 
 Program = Callable[..., Coroutine[Any, Any, Any]]
 
@@ -33,8 +39,10 @@ def run(
     errors: Literal["raise", "keep"] = "keep",
     trees: bool = False,
     text: bool = False,
+    ray: str | None = None,
     options: Annotated[ModelOptions | None, Parameter("*", group="Model and engine")] = None,
     sparsity: Annotated[SparsityOptions | None, Parameter("*", group="KV sparsity")] = None,
+    fleet: Annotated[FleetOptions | None, Parameter("*", group="Replicas")] = None,
 ) -> None:
     """Run a program of your own over many prompts.
 
@@ -70,6 +78,9 @@ def run(
         Write the whole trees too.
     text
         Draw the trees as text on standard output, instead of lines.
+    ray
+        Run on replicas through Ray: local starts a cluster on this machine, auto or an address takes one that is there.
+        --data-parallel-size says how many replicas.
     """
     function, arguments = find_program(program, parse_settings(set_values))
     if prompt_file is not None and prompts:
@@ -80,32 +91,57 @@ def run(
     if chat:
         asked = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in asked]
 
-    from treewise.replicas import map_programs
-    from treewise.results import json_safe
-
-    results = map_programs(
-        function,
-        asked,
-        (options or ModelOptions()).load(sparsity),
-        seed=seed,
-        output=output,
-        in_flight=in_flight,
-        ordered=ordered,
-        errors=errors,
-        trees=trees or text,
-        **arguments,
-    )
+    options, fleet = options or ModelOptions(), fleet or FleetOptions()
+    if ray is not None:
+        fleet = replace(fleet, ray_address=None if ray == "local" else ray)
     failed = 0
-    for result in results:
-        failed += result.error is not None
-        if text:
-            print(result.error if result.tree is None else result.tree.to_text())
-        elif output is None:
-            print(json.dumps(json_safe(result.to_dict())), flush=True)
+    with ExitStack() as stack:
+        from treewise.replicas import map_programs
+        from treewise.results import json_safe
+
+        engines: Engines
+        if ray is None and not fleet.are_wanted:
+            engines = options.load(sparsity)
+        else:
+            with working(f"Starting {fleet.data_parallel_size} replicas of {options.model}"):
+                engines = stack.enter_context(_replicas(function, options.parameters(sparsity), fleet))
+        results = map_programs(
+            function,
+            asked,
+            engines,
+            seed=seed,
+            output=output,
+            in_flight=in_flight,
+            ordered=ordered,
+            errors=errors,
+            trees=trees or text,
+            **arguments,
+        )
+        for result in results:
+            failed += result.error is not None
+            if text:
+                print(result.error if result.tree is None else result.tree.to_text())
+            elif output is None:
+                print(json.dumps(json_safe(result.to_dict())), flush=True)
     done = f"{len(asked) - failed:,} of {len(asked):,} prompts have a result"
     print(done if output is None else f"{output}: {done}", file=sys.stderr)
     if failed:
         sys.exit(1)
+
+
+def _replicas(program: Program, llm: dict[str, Any], fleet: FleetOptions) -> Replicas:
+    """Return replicas that need not have the file of a program, nor what it imports from its folder."""
+    from treewise.replicas import Replicas
+
+    made = Replicas(llm, fleet)
+    if not program.__module__.startswith("treewise."):
+        import cloudpickle
+
+        folder = Path(inspect.getfile(program)).resolve().parent
+        for module in list(sys.modules.values()):
+            if (file := getattr(module, "__file__", None)) and Path(file).resolve().parent == folder:
+                cloudpickle.register_pickle_by_value(module)
+    return made
 
 
 def find_program(name: str, arguments: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
