@@ -18,7 +18,7 @@ from treewise.models.load import DTYPES, peek_config
 from treewise.replicas.routing import RoundRobin
 from treewise.replicas.simulation import Outcome, SimulatedReplica, StepCosts, Turn, simulate
 
-H200 = StepCosts(step=0.004129, row=1.05e-05, token=3.278e-08, prompt_row=2.55e-05)
+H200 = StepCosts(step=0.004133, row=1.075e-05, token=3.068e-08, prompt_row=2.55e-05)
 """Of an 8B model in 16 bits on an H200: what `calibrate` makes of the files in ``benchmarks/results``."""
 PROMPT_WORKLOADS = ("samples", "few-shot", "speculation")
 """Of `treewise bench tree`, those whose prompt has a length that the result names."""

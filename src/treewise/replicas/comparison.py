@@ -21,10 +21,12 @@ from treewise.replicas.simulation import SimulatedReplica, StepCosts, simulate
 from treewise.replicas.traces import TRACES, Trace, find_trace
 from treewise.results import json_safe
 
-FEWEST = 4000
-"""Requests of a simulation at least, so that caches are full for most of it."""
-ROUNDS = 3
+FEWEST = 2000
+"""Requests of a simulation at least."""
+ROUNDS = 2
 """Sessions of each client at least."""
+READERS = 5
+"""Requests for each of the texts that are shared, at least, so that caches are full for most of it."""
 AT_TEXTS = 4
 """Replicas with which numbers of documents are compared."""
 
@@ -115,7 +117,7 @@ def compare(
     trace: Trace, number: int, costs: StepCosts, pool_tokens: int, max_num_rows: int, clients: int, seed: int
 ) -> dict[str, Any]:
     """Return what each router makes of a load on so many replicas, and the gain of knowing prefixes."""
-    count = max(ceil(FEWEST / trace.turns), ROUNDS * clients * number)
+    count = max(ceil(FEWEST / trace.turns), ROUNDS * clients * number, READERS * trace.texts)
     sessions = trace.sessions(count, seed)
     facts: dict[str, Any] = {"trace": trace.name, "texts": trace.texts, "replicas": number, "clients": clients * number}
     for name, router in ROUTERS.items():

@@ -8,15 +8,15 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, islice
 from math import ceil
 from typing import Any
 
 from treewise.bench.steps import percentiles
 from treewise.replicas.routing import Route, Router
 
-BLOCK_TOKENS = 16
-"""Keys and values are cached by whole blocks of so many tokens."""
+BLOCK_TOKENS = 64
+"""Keys and values are cached by whole blocks of so many tokens, the largest pages that engines have."""
 
 WARM = 0.3
 """Share of the requests that have ended before anything is counted: caches are empty at first."""
@@ -371,7 +371,7 @@ def simulate(
         if replica.end is not None:
             heapq.heappush(ends, (replica.end, next(order), replica))
 
-    for session in (session for session, _ in zip(to_start, range(clients), strict=False)):
+    for session in islice(to_start, clients):
         arrive(0.0, session, 0)
     while arrivals or ends:
         # Of what happens at the same time, steps end first.

@@ -85,7 +85,7 @@ def _chats(texts: Iterator[int], random: np.random.Generator) -> Iterator[Sessio
         session = []
         for turn in range(CHAT_TURNS):
             said = _own(number * CHAT_TURNS + turn, _about(800, random))
-            pause = float(random.exponential(5.0)) if turn else 0.0
+            pause = float(random.exponential(2.0)) if turn else 0.0
             asked = (said,) if turn else (_text(text, 1000), said)
             session.append(Turn(asked, new_tokens=_about(300, random), pause=pause))
         yield session
@@ -102,7 +102,7 @@ TRACES = {
     trace.name: trace
     for trace in (
         Trace("documents", "questions about documents of 8,000 tokens", _documents, 250),
-        Trace("chats", "talks of 6 turns, with seconds between them", _chats, 10, 1.0, clients=64, turns=CHAT_TURNS),
+        Trace("chats", "talks of 6 turns, with seconds between them", _chats, 10, 1.0, turns=CHAT_TURNS),
         Trace("tree-programs", "16 branches behind few-shot prompts of 4,000 tokens", _tree_programs, 100),
         Trace("system-prompts", "applications, each with a system prompt of 2,000 tokens", _system_prompts, 40, 1.0),
         Trace("distinct", "prompts of 2,000 tokens that share nothing", _distinct, 1),
