@@ -23,8 +23,8 @@ from treewise.results import json_safe
 
 FEWEST = 2000
 """Requests of a simulation at least."""
-ROUNDS = 2
-"""Sessions of each client at least."""
+ROUNDS = 4
+"""Sessions of each client at least: all begin at once, and it takes some for them to spread."""
 READERS = 5
 """Requests for each of the texts that are shared, at least, so that caches are full for most of it."""
 AT_TEXTS = 4
@@ -167,7 +167,6 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.axhline(1.0, color="#999999", linewidth=0.8)
-        axes.set_ylim(bottom=0)
         axes.set_ylabel("throughput over that of turns")
         axes.grid(color="#eeeeee")
         axes.set_axisbelow(True)
@@ -176,5 +175,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             [row["texts"] for row in by_texts], [row["gain"] for row in by_texts], marker="o", color=COLOURS[0]
         )
         panels[1].set_xlabel(f"documents of 8,000 tokens, {AT_TEXTS} replicas")
+    for axes in panels:
+        axes.set_ylim(bottom=0)
     figure.suptitle("A router that knows prefixes, simulated", fontsize=10)
     figure.savefig(path, dpi=150)
