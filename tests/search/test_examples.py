@@ -163,6 +163,21 @@ def test_rollouts_are_collected_as_lines(tiny, monkeypatch, tmp_path, capsys):
     assert f"{len(lines)} trajectories" in capsys.readouterr().out
 
 
+def test_many_rollouts_go_on_where_they_were_left(tiny, monkeypatch, tmp_path, capsys):
+    example = tiny("many_rollouts")
+    monkeypatch.setattr(example, "SETTINGS", example.SETTINGS | {"widths": (2, 2), "at": (2,), "max_tokens": 4})
+    monkeypatch.setattr(example, "NUMBERS", (2, 3))
+    path = tmp_path / "rollouts.jsonl"
+    example.main(str(path))
+    lines = path.read_bytes().splitlines(keepends=True)
+    said = capsys.readouterr().out
+    count = sum(len(json.loads(line)["value"]) for line in lines)
+    assert f"{count} trajectories of 4 prompts" in said and 8 <= count <= 16
+    path.write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    example.main(str(path))
+    assert capsys.readouterr().out == said and path.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
+
+
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
 

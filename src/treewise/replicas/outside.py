@@ -38,9 +38,11 @@ class Replicas:
 
     Examples
     --------
-    >>> with Replicas({"model": "smollm2-135m"}, FleetOptions(data_parallel_size=2)) as there:  # doctest: +SKIP
-    ...     for result in map_programs(program, prompts, there, output="results.jsonl"):
-    ...         print(result.value)
+    .. code-block:: python
+
+        with Replicas({"model": "smollm2-135m"}, FleetOptions(data_parallel_size=2)) as there:
+            for result in map_programs(program, prompts, there, output="results.jsonl"):
+                print(result.value)
     """
 
     def __init__(self, llm: Mapping[str, Any], options: FleetOptions | None = None) -> None:
