@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from treewise.cli import main
 from treewise.llm import LLM
 from treewise.replicas import Replicas, map_programs
 from treewise.replicas.settings import FleetOptions
+from treewise.server.driver import Refused
 
 pytest.importorskip("ray")
 
@@ -95,3 +97,13 @@ def test_the_verb_runs_a_file_s_program_on_replicas(cluster, tiny_folder, tmp_pa
 def test_a_model_that_cannot_be_loaded_is_told_once(cluster, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"), Replicas({"model": str(tmp_path / "nowhere")}):
         pass
+
+
+def test_what_befalls_all_programs_is_no_error_of_one():
+    refused, own = Future(), Future()
+    refused.set_exception(Refused("failed", "no replica can be started"))
+    own.set_exception(KeyError("its own"))
+    replicas = Replicas({"model": "any"})
+    replicas.wait([own])
+    with pytest.raises(Refused, match="no replica can be started"):
+        replicas.wait([own, refused])

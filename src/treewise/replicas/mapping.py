@@ -38,7 +38,7 @@ class Engines(Protocol):
         """Start a program and come back at once; see `LLM.start`."""
 
     def wait(self, futures: Collection[Future[ProgramOutput]]) -> None:
-        """Come back once at least one of some futures of `start` has ended."""
+        """Come back once at least one of some futures of `start` has ended; what has befallen all, raise."""
 
 
 @dataclass(frozen=True)

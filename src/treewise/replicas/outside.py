@@ -13,6 +13,7 @@ from treewise.replicas.cluster import connected, import_ray
 from treewise.replicas.mapping import Program
 from treewise.replicas.settings import FleetOptions
 from treewise.results import ProgramOutput
+from treewise.server.driver import Refused, TimeUp
 from treewise.server.settings import ServerOptions
 
 if TYPE_CHECKING:
@@ -91,5 +92,13 @@ class Replicas:
         return asyncio.run_coroutine_threadsafe(running, self._loop)
 
     def wait(self, futures: Collection[Future[ProgramOutput]]) -> None:
-        """Come back once at least one of some futures of `start` has ended."""
-        wait(futures, return_when=FIRST_COMPLETED)
+        """Come back once at least one of some futures of `start` has ended.
+
+        Raises
+        ------
+        Refused, TimeUp
+            If there is no replica and none can be started, which is no program's fault.
+        """
+        for future in wait(futures, return_when=FIRST_COMPLETED).done:
+            if isinstance(error := future.exception(), Refused | TimeUp):
+                raise error
