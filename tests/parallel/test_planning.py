@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ranks_here import SIZES, on_ranks, save_model
 from tiny import Bytes
 
+from treewise.bench.measure import _cell
 from treewise.bench.meter import Step
 from treewise.bench.steps import Weights
 from treewise.cli import main
@@ -188,6 +189,15 @@ def test_the_verb_prints_a_plan(capsys, tmp_path):
     assert [choice["refusal"] is None for choice in told["choices"]] == [True, False]
     assert told["best_tensor_parallel_size"] == {"latency": 1, "throughput": 1}
     assert told["origins"]["rates"].startswith("0.89 TB/s, 121 TFLOP/s: data sheet, times what an H200 reaches")
+
+
+def test_the_page_shows_the_plan_as_it_is():
+    page = (RESULTS.parents[1] / "docs" / "scale.md").read_text("utf-8")
+    assert "--plan llama-3-70b --gpus 8 --prompt-tokens 4000 --branches 50 --new-tokens 400" in page
+    demand = Demand("llama-3-70b", gpus=8, prompt_tokens=4000, branches=50, new_tokens=400)
+    for row in plan(demand).rows():
+        cells = [_cell(value).replace(" x ", " × ") for value in row.values()]
+        assert f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |") in page
 
 
 @pytest.mark.parametrize(
