@@ -203,6 +203,24 @@ def test_affinity_gains_where_one_pool_is_too_small_and_four_are_not(monkeypatch
     assert nothing["prefix"]["prefix_hits"] == nothing["round_robin"]["prefix_hits"] == 0.0
 
 
+def test_what_was_simulated_is_told_as_it_is():
+    told = json.loads((RESULTS / "replicas_simulated.json").read_text("utf-8"))
+    page = (RESULTS.parents[1] / "docs" / "scale.md").read_text("utf-8")
+    assert StepCosts(**told["costs"]) == H200
+    for name in TRACES:
+        rows = [row for row in told["results"] if row["trace"] == name]
+        assert [row["replicas"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
+        gains = " | ".join(f"{row['gain']:.2f}" for row in rows)
+        assert f"| {gains} |" in page
+        assert rows[0]["gain"] == 1.0
+        if name == "distinct":  # nothing is shared, so that every replica does the same
+            for kind in ROUTERS:
+                each = [row[kind]["tokens_per_s"] / row["replicas"] for row in rows]
+                assert max(each) < 1.06 * min(each)
+    [documents] = [row for row in told["results"] if (row["trace"], row["replicas"]) == ("documents", 4)]
+    assert documents["gain"] >= 1.5
+
+
 @pytest.mark.parametrize("name", sorted(TRACES))
 def test_traces_are_the_same_for_the_same_seed(name):
     trace = find_trace(name)
