@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -254,6 +255,8 @@ def test_digests_tell_work_from_other_work(tmp_path):
     work += [(partial(program, n=1), {}), (partial(program, n=2), {}), (SamplingParams(n=2), 0), (SamplingParams(), 0)]
     assert len({digest(*each) for each in work}) == len(work)
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest(np.arange(5000)) == digest(list(range(5000)))
+    assert digest(np.arange(5000)) != digest(np.arange(5000) * (np.arange(5000) != 2500))
     with pytest.raises(ValueError, match="says nothing by which a later run could tell it"):
         digest(object())
 

@@ -376,6 +376,8 @@ def _identity(value: Any) -> Any:
         return sorted(json.dumps([_identity(key), _identity(item)]) for key, item in value.items())
     if isinstance(value, list | tuple | range):
         return [_identity(item) for item in value]
+    if hasattr(value, "tolist"):  # arrays and tensors, whose text leaves the middle out
+        return _identity(value.tolist())
     if isinstance(value, set | frozenset):
         return sorted(json.dumps(_identity(item)) for item in value)
     if isinstance(value, partial):
