@@ -339,6 +339,7 @@ def test_rollouts_are_lines_of_json(capsys, monkeypatch):
         "run",
         "bench throughput",
         "bench serve",
+        "bench replicas",
         "eval kv",
         "eval heads",
     ],
