@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -239,13 +240,13 @@ def _facts(records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     if not records:
         return {"measured": "nothing yet"}
     machines = [record["machine"] for record in records.values()]
-    devices = dict.fromkeys(
+    devices = Counter(
         f"{machine['device']} ({machine['cores']} CPU cores, {machine['threads']} threads)" for machine in machines
     )
     versions = {name: number for machine in machines for name, number in machine["versions"].items()}
     dates = sorted(record["date"] for record in records.values())
     return {
-        "device": "; ".join(devices),
+        "device": "; ".join(f"{device}, {number} measurements" for device, number in devices.most_common()),
         "commit": ", ".join(dict.fromkeys(machine["commit"] or "unknown" for machine in machines)),
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "date": dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}",
