@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -86,9 +87,9 @@ def attempt(function: Callable[[], Result]) -> Result:
 
 
 def release() -> None:
-    """Give memory back that nothing holds any more."""
-    gc.collect()
+    """Give a GPU's memory back that nothing holds any more."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -115,6 +116,7 @@ def carry_out(study: Study, out: Path, device: torch.device, minutes: float | No
     (out / "raw").mkdir(parents=True, exist_ok=True)
     records = {each.key: record for each in study.measurements if (record := _kept(each, out)) is not None}
     todo = [each for each in study.measurements if each.key not in records]
+    machine = describe_machine(device)
     expected = sum(each.seconds for each in todo)
     print(
         f"{study.title}: {len(todo)} of {len(study.measurements)} measurements to do, about {_duration(expected)}"
@@ -132,7 +134,7 @@ def carry_out(study: Study, out: Path, device: torch.device, minutes: float | No
                 if minutes is not None and perf_counter() - start + each.seconds * slower > minutes * 60:
                     continue
                 bar.update(task, description=each.title)
-                records[each.key] = _measure(study, each, out, device)
+                records[each.key] = _measure(study, each, out, machine)
                 planned += each.seconds
                 bar.advance(task, each.seconds)
                 if bar.disable:
@@ -209,7 +211,7 @@ def _kept(each: Measurement, out: Path) -> dict[str, Any] | None:
     return record if same and not failed else None
 
 
-def _measure(study: Study, each: Measurement, out: Path, device: torch.device) -> dict[str, Any]:
+def _measure(study: Study, each: Measurement, out: Path, machine: Mapping[str, object]) -> dict[str, Any]:
     begin, start = datetime.now(UTC), perf_counter()
     result = attempt(each.run)
     record = {
@@ -217,7 +219,7 @@ def _measure(study: Study, each: Measurement, out: Path, device: torch.device) -
         "key": each.key,
         "title": each.title,
         "settings": dict(each.settings),
-        "machine": describe_machine(device),
+        "machine": dict(machine),
         "date": begin.isoformat(timespec="seconds"),
         "seconds": round(perf_counter() - start, 3),
         "result": result,
@@ -239,13 +241,13 @@ def _facts(records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     if not records:
         return {"measured": "nothing yet"}
     machines = [record["machine"] for record in records.values()]
-    devices = dict.fromkeys(
+    devices = Counter(
         f"{machine['device']} ({machine['cores']} CPU cores, {machine['threads']} threads)" for machine in machines
     )
     versions = {name: number for machine in machines for name, number in machine["versions"].items()}
     dates = sorted(record["date"] for record in records.values())
     return {
-        "device": "; ".join(devices),
+        "device": "; ".join(f"{device}, {number} measurements" for device, number in devices.most_common()),
         "commit": ", ".join(dict.fromkeys(machine["commit"] or "unknown" for machine in machines)),
         "versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "date": dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}",

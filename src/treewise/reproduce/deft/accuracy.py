@@ -92,7 +92,7 @@ def _texts(subject: Subject, tokens: int) -> Result:
         ]
 
     theirs = [_completed(subject, [*prompt, *beginning], tokens) for beginning in beginnings]
-    found: Result = {"branches": len(beginnings), "tokens": tokens, "methods": {}}
+    found: Result = {"device": subject.device, "branches": len(beginnings), "tokens": tokens, "methods": {}}
     found["perplexity"] = math.exp(-fmean(logprob / tokens for _, logprob in theirs))
     for method in METHODS:
         llm = subject.engine(loaded, method, len(beginnings), num_kv_slots=len(prompt) + 4 * (tokens + 64) + 64)
@@ -150,7 +150,8 @@ def sections(results: Results) -> list[Section]:
             [NAMES[method], f"{one['equal']:.1%}", one["perplexity"], f"{one['perplexity'] - found['perplexity']:+.1e}"]
             for method, one in found["methods"].items()
         ]
-        title = f"Table 15: {found['branches']} branches of {found['tokens']} tokens, {key.removeprefix('text-')}"
+        title = f"Table 15: {found['branches']} branches of {found['tokens']} tokens"
+        title += f", {key.removeprefix('text-')} on {found['device']}"
         columns = ["method", "tokens before the first difference", "perplexity", "difference"]
         parts.append(Table(title, columns, rows, digits=7))
     if not parts:

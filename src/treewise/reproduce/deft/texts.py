@@ -7,7 +7,7 @@ The tables and figures of *DeFT: Decoding with Flash Tree-Attention for Efficien
 (arXiv:2404.00242v4), measured again with treewise's own kernels and engine on the device named above. Published values
 are those of an A100 with 80 GB and float16. Seconds on another device cannot be compared with them; ratios of two
 methods in one run can. Workloads are the shapes that the paper's authors recorded: the text does not matter, the
-schedule is the work. Table 19 (an RTX 4090) is left out: the device above is the other GPU.
+schedule is the work. Table 19 (an RTX 4090) is left out: the device above takes its place.
 
 ✓: ours and the published ratio lie on the same side of 1. ≈: one of them is within 3 % of it. ✗: they contradict each
 other.
