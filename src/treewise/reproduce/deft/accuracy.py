@@ -48,7 +48,7 @@ def accuracy(setup: Setup, text_model: str | None) -> Iterator[Measurement]:
         yield Measurement(
             f"text-{slug(text_model)}",
             f"{text_model} beside Transformers",
-            scale.answer * (0.1 if subject.device == "cuda" else 0.6),
+            scale.answer * (0.1 if subject.device == "cuda" else 1.0),
             partial(_texts, read, scale.answer),
             {"model": text_model, "device": subject.device, "dtype": "float32", "tokens": scale.answer},
         )
