@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ def recorded(llm: LLM, run: Callable[[], Any]) -> tuple[Any, float, list[Operati
     While it runs, no more is noted down than how long branches are where operations begin and end.
     """
     engine, moments = llm.engine, count()
-    start, settle = engine._start, engine._settle
+    start, answer = engine._start, engine._answer_those_over
     under_way: dict[Any, tuple[int, Any, list[int]]] = {}  # by the task that waits
     over: list[tuple[int, int, Any, list[int], list[int]]] = []
 
@@ -46,15 +46,18 @@ def recorded(llm: LLM, run: Callable[[], Any]) -> tuple[Any, float, list[Operati
             under_way[task] = next(moments), operation, [branch.num_tokens for branch in operation.branches]
         start(task, operation)
 
-    def settled(run: Any) -> bool:
-        if ended := settle(run):
+    def answered(runs: Iterable[Any]) -> list[Any]:
+        runs = list(runs)
+        going_on = answer(runs)
+        waiting = set(going_on)
+        for run in [run for run in runs if run not in waiting]:
             began, operation, lengths = under_way.pop(run.task)
             over.append(
                 (began, next(moments), operation, lengths, [branch.num_tokens for branch in operation.branches])
             )
-        return ended
+        return going_on
 
-    with patch.object(engine, "_start", started), patch.object(engine, "_settle", settled):
+    with patch.object(engine, "_start", started), patch.object(engine, "_answer_those_over", answered):
         begin = perf_counter()
         result = run()
         seconds = perf_counter() - begin

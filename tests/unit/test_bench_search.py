@@ -74,7 +74,7 @@ def test_branches_that_a_controller_forks_are_no_requests():
     llm = tiny_llm()
     with pytest.raises(ValueError, match="controller: what BeamSearch forks are no requests"):
         recorded(llm, lambda: llm.run(lambda root: beams(root), [PROMPT]))
-    assert "_start" not in vars(llm.engine) and "_settle" not in vars(llm.engine)
+    assert "_start" not in vars(llm.engine) and "_answer_those_over" not in vars(llm.engine)
 
 
 async def beams(root):
