@@ -1,7 +1,8 @@
 """Each rank gives up keys of its own heads: where none is pooled with others, those that one device gives up."""
 
-from __future__ import gc
+from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
