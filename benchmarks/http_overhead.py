@@ -88,7 +88,8 @@ def compare(demand: Demand, subject: Subject, repeats: int) -> list[Facts]:
     rows: list[Facts] = []
     with serving(subject, slots, most) as (url, server), progress() as bar:
         remote = Remote(url=url)
-        warm = Load("warm", most, demand.prompts(most, vocab_size, 0, first=0), min(WARM, demand.output_tokens))
+        new_tokens = min(WARM[subject.place.type], demand.output_tokens)
+        warm = Load("warm", most, demand.prompts(most, vocab_size, 0, first=0), new_tokens)
         run_load(llm, warm, 0)
         remote.run(warm, 0)
         task = bar.add_task("", total=len(loads) * repeats)
