@@ -79,7 +79,7 @@ def test_a_step_without_leaves_is_refused():
     ("content", "message"),
     [
         (b"not json", "cannot read recordings"),
-        (gzip.compress(b"{}")[:-4], "cannot read recordings"),
+        (gzip.compress(b"{}", mtime=0)[:-4], "cannot read recordings"),
         (b'{"reasoning": {}}', "must hold 'reasoning' and 'speculative'"),
         (
             json.dumps(
